@@ -76,8 +76,8 @@ def test_a_resume_continues_with_the_changed_learning_rate(shop: Workshop):
     assert finished(resumed).weights == finished(baseline).weights
 
 
-def test_a_change_is_kept_where_the_next_step_fails(shop: Workshop):
-    """What is saved after the failure holds the options as they were changed between the two steps."""
+def failed_and_resumed(shop: Workshop, *observers):
+    """The result of a run whose third step fails, and its resume."""
     down = shop.folder / "down"
 
     async def judge(prompt, completion, row):
@@ -86,14 +86,18 @@ def test_a_change_is_kept_where_the_next_step_fails(shop: Workshop):
         return await score(prompt, completion, row)
 
     def watch(step, metrics, control):
-        lower(step, metrics, control)
         if step == 2:
             down.touch()
 
     with pytest.raises(RolloutError, match="the judge is down"):
-        train(shop, "out", steps=4, reward=judge, observers=[watch])
+        train(shop, "out", steps=4, reward=judge, observers=[*observers, watch])
     down.unlink()
-    resumed = train(shop, "out", steps=4, reward=judge, observers=[lower], resume=True)
+    return train(shop, "out", steps=4, reward=judge, observers=observers, resume=True)
+
+
+def test_a_change_is_kept_where_the_next_step_fails(shop: Workshop):
+    """What is saved after the failure holds the options as they were changed between the two steps."""
+    resumed = failed_and_resumed(shop, lower)
     assert [row["policy/lr"] for row in resumed.metrics] == [1e-3, 1e-3, 1e-4, 1e-4]
 
 
@@ -118,21 +122,7 @@ class AfterThree(Observer):
 
 
 def test_an_observer_keeps_its_state_where_the_next_step_fails(shop: Workshop):
-    down = shop.folder / "down"
-
-    async def judge(prompt, completion, row):
-        if down.exists():
-            raise ConnectionError("the judge is down")
-        return await score(prompt, completion, row)
-
-    def watch(step, metrics, control):
-        if step == 2:
-            down.touch()
-
-    with pytest.raises(RolloutError, match="the judge is down"):
-        train(shop, "out", steps=4, reward=judge, observers=[AfterThree, watch])
-    down.unlink()
-    resumed = train(shop, "out", steps=4, reward=judge, observers=[AfterThree], resume=True)
+    resumed = failed_and_resumed(shop, AfterThree)
     assert [row["policy/lr"] for row in resumed.metrics] == [1e-3, 1e-3, 1e-3, 1e-4]
 
 

@@ -10,19 +10,7 @@ from rlhf.ops.returns import gae, return_to_go
 from rlhf_testing.advantage import AdvantageContract
 from rlhf_testing.contract import Nonconformance
 
-
-class Centered(Advantage):
-    """The complete example of the interface."""
-
-    name = "centered"
-    group_min = 2
-
-    def baseline(self, r_N, group_N):
-        return group_center(r_N, group_N)
-
-    def returns(self, R_NA, mask_NA, values_NA, boot_N):
-        adv_NA = return_to_go(R_NA, mask_NA, gamma=1.0)
-        return adv_NA, adv_NA
+from tests.support.parts import Centered
 
 
 class TestCentered(AdvantageContract):

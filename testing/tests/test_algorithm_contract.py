@@ -6,31 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rlhf.interfaces import Advantage, Algorithm, ComponentConfig, Loss, Slot
-from rlhf.ops.groups import group_center
+from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
 from rlhf.ops.heads import LOGPROBS
 from rlhf.ops.packing import SequenceData, UnitData, pack
-from rlhf.ops.returns import return_to_go
 from rlhf.ops.trajectories import assemble, compress, expand
 from rlhf.types import Annotation, Head, Lent, LossOutput, Needs, Reduce, RoleSpec, Update
 from rlhf_testing.algorithm import AlgorithmContract
 from rlhf_testing.contract import Nonconformance
 
 from tests.support.losses import NllLoss
-
-
-class Centered(Advantage):
-    """Reward minus its group's mean."""
-
-    name = "centered"
-    group_min = 2
-
-    def baseline(self, r_N, group_N):
-        return group_center(r_N, group_N)
-
-    def returns(self, R_NA, mask_NA, values_NA, boot_N):
-        adv_NA = return_to_go(R_NA, mask_NA, gamma=1.0)
-        return adv_NA, adv_NA
+from tests.support.parts import Centered
 
 
 class Ratio(Loss):

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf.interfaces import Advantage, ComponentConfig, Env, Observer, Reward, Rollout, Slot
+from rlhf.interfaces import ComponentConfig, Env, Observer, Reward, Rollout, Slot
 from rlhf.ops.groups import group_center
-from rlhf.ops.returns import return_to_go
 from rlhf.types import EnvStep, RewardResult, RoleSpec, Turn, Update
 from rlhf_algorithms.policy_gradient import PolicyGradient
 from rlhf_cli.main import main
 from rlhf_testing import conformance
 from rlhf_testing.contract import Nonconformance, no_number, not_default
+
+from tests.support.parts import Centered
 
 
 @dataclass
@@ -37,20 +38,6 @@ def failures(kind: str, cls: type, name_part: str = "") -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------------------------ any kind
-
-
-class Centred(Advantage):
-    """Well made."""
-
-    name = "centred"
-    group_min = 2
-
-    def baseline(self, r_N, group_N):
-        return group_center(r_N, group_N)
-
-    def returns(self, R_NA, mask_NA, values_NA, boot_N):
-        advantages_NA = return_to_go(R_NA, mask_NA, gamma=1.0)
-        return advantages_NA, advantages_NA
 
 
 class Constant(Reward):
@@ -73,7 +60,7 @@ def with_field(base: type, name: str) -> type:
 @pytest.mark.parametrize(
     ("kind", "base", "field", "says"),
     [
-        ("advantage", Centred, "use", "Config.use cannot be set: the section of the advantage itself uses the name"),
+        ("advantage", Centered, "use", "Config.use cannot be set: the section of the advantage itself uses the name"),
         ("reward", Constant, "weight", "Config.weight cannot be set: the section of the reward itself uses the name"),
         ("reward", Constant, "api_key", "api_key has the name of a secret, but run files are copied and logged"),
     ],
@@ -85,13 +72,13 @@ def test_an_option_that_no_run_file_could_set(kind, base, field, says):
 
 
 def test_methods_with_another_signature_are_found():
-    class Fewer(Centred):
+    class Fewer(Centered):
         """No groups."""
 
         def baseline(self, r_N):
             return r_N
 
-    class NoProperty(Centred):
+    class NoProperty(Centered):
         """Always true."""
 
         def needs_values(self):
@@ -111,7 +98,7 @@ def test_methods_with_another_signature_are_found():
 
 
 def test_more_arguments_with_defaults_and_other_names_are_fine():
-    class Wider(Centred):
+    class Wider(Centered):
         """As called."""
 
         def baseline(self, rewards, groups, scale=1.0):
@@ -192,18 +179,18 @@ def test_what_a_plugin_prints_is_not_in_the_json(tmp_path, capsys):
 
 
 def test_advantages_with_wrong_results_are_found():
-    class Lists(Centred):
+    class Lists(Centered):
         """Not tensors."""
 
         def baseline(self, r_N, group_N):
             return [float(r) for r in r_N]
 
-    class Text(Centred):
+    class Text(Centered):
         """No number."""
 
         group_min = "2"
 
-    class Seeds(Centred):
+    class Seeds(Centered):
         """Seeds torch's generator, which dropout uses too."""
 
         def returns(self, R_NA, mask_NA, values_NA, boot_N):

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 
 import pytest
 from rlhf.errors import PluginInvalid
-from rlhf.interfaces import Adapter, Launcher, Observer, Reward, WorkerGroup
+from rlhf.interfaces import Adapter, Launcher, Observer, Reward
 from rlhf.types import RewardResult
 from rlhf_testing.adapter import AdapterContract
 from rlhf_testing.contract import Nonconformance
 from rlhf_testing.launcher import LauncherContract
 from rlhf_testing.observer import ObserverContract
+
+from tests.support.parts import RanksHere
 
 
 class Quiet(Observer):
@@ -141,13 +143,7 @@ class InProcess(Launcher):
         return generator(config, spec)
 
 
-class Group(WorkerGroup):
-    def __init__(self, workers):
-        self.workers, self.size = workers, len(workers)
-
-    def call(self, method, per_rank):
-        return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
-
+class Group(RanksHere):
     def stream(self, method, *arguments, timeout=None):
         return iter(getattr(self.workers[0], method)(*arguments))
 

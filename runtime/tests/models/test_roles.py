@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rlhf.errors import TrainingError
-from rlhf.interfaces import ApplyResult, Loss, ModelSpec, TrainerFacts, WorkerGroup
+from rlhf.interfaces import ApplyResult, Loss, ModelSpec, TrainerFacts
 from rlhf.ops.loss_value import add_sums, evaluate, finish_sums
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.prefixes import sorted_by_prefix
@@ -13,6 +13,7 @@ from rlhf_runtime.loop.learn import minibatches
 from rlhf_runtime.models.roles import Role
 
 from tests.support.losses import NllLoss
+from tests.support.parts import RanksHere
 
 
 class Bigram:
@@ -50,15 +51,9 @@ class Bigram:
         self.skipped.append(count)
 
 
-class Ranks(WorkerGroup):
+class Ranks(RanksHere):
     def __init__(self, size, shares=False, together=1):
-        self.size, self.workers = size, [Bigram(shares, together) for _ in range(size)]
-
-    def call(self, method, per_rank):
-        return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
-
-    def stream(self, method, *arguments, timeout=None):
-        raise NotImplementedError
+        super().__init__([Bigram(shares, together) for _ in range(size)])
 
 
 class NLL(NllLoss):
@@ -88,7 +83,11 @@ def pairs(prompts=3, per_prompt=4):
 
 
 def role(ranks, budget, shares=False, ranks_per_share=1):
-    return Role(ModelSpec(RoleSpec("policy", trained=True), "m"), Ranks(ranks, shares, ranks_per_share), budget)
+    return Role(
+        ModelSpec(RoleSpec("policy", trained=True), "m"),
+        RanksHere([Bigram(shares, ranks_per_share) for _ in range(ranks)]),
+        budget,
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])

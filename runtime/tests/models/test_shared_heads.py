@@ -3,13 +3,15 @@
 import pytest
 import torch
 from rlhf.errors import TrainingError
-from rlhf.interfaces import ModelSpec, TrainerFacts, WorkerGroup
+from rlhf.interfaces import ModelSpec, TrainerFacts
 from rlhf.ops.batch import concat
 from rlhf.ops.heads import HIDDEN, OutputHead
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Annotation, Head, Lent, RoleSpec
 from rlhf_runtime.checks.parts import lending_problems
 from rlhf_runtime.models.roles import Role, lend
+
+from tests.support.parts import RanksHere
 
 WIDTH = 3
 ROLES = {r.name: r for r in (RoleSpec("policy", trained=True), RoleSpec("teacher"), RoleSpec("judge", "scalar"))}
@@ -40,21 +42,8 @@ class Rank:
         self.borrowed[role] = head
 
 
-class Ranks(WorkerGroup):
-    def __init__(self, size):
-        self.size, self.workers = size, [Rank(n) for n in range(size)]
-
-    def call(self, method, per_rank):
-        return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
-
-    def stream(self, method, *arguments, timeout=None):
-        first, *rest = [list(getattr(w, method)(*arguments)) for w in self.workers]
-        assert not any(rest)
-        return iter(first)
-
-
 def role(name, size):
-    return Role(ModelSpec(ROLES[name], ""), Ranks(size), budget=12)
+    return Role(ModelSpec(ROLES[name], ""), RanksHere([Rank(n) for n in range(size)]), budget=12)
 
 
 def batch(units=7):

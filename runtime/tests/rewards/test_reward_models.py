@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from rlhf.errors import RewardError
-from rlhf.interfaces import ModelSpec, WorkerGroup
+from rlhf.interfaces import ModelSpec
 from rlhf.ops.heads import LOGPROBS, VALUES
 from rlhf.types import Head, Image, RoleSpec
 from rlhf_runtime.calls.deadlines import DeadlineExpired, with_deadline
@@ -17,6 +17,8 @@ from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.rewards.reward_models import batch_calls, read_role, score_with_role
 from rlhf_testing.plain import EmbeddingTrainer
+
+from tests.support.parts import RanksHere
 
 IDS = [[3, 4, 5, 6], [7], [3, 4, 8, 9, 10]]
 
@@ -29,25 +31,10 @@ TWO_TOKENS = Head("both", _two_logits, over="anything", position="at", constants
 SINGLE_TOKEN = Head("one", lambda logits_CV, ids_C, columns, constants: logits_CV[:, 4], over="steps", position="at")
 
 
-class Ranks(WorkerGroup):
-    """Two ranks with equal weights, in this process."""
-
-    size = 2
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self.workers = [EmbeddingTrainer(None, spec) for _ in range(self.size)]
-
-    def call(self, method, per_rank):
-        return [getattr(w, method)(*a) for w, a in zip(self.workers, per_rank, strict=True)]
-
-    def stream(self, method, *arguments, timeout=None):
-        raise NotImplementedError
-
-
 class Model:
     def __init__(self, head: str) -> None:
         spec = ModelSpec(RoleSpec("judge", head=head), "", seed=3)
-        self.role = Role(spec, Ranks(spec), budget=6)
+        self.role = Role(spec, RanksHere([EmbeddingTrainer(None, spec) for _ in range(2)]), budget=6)
         self.trainer = EmbeddingTrainer(None, spec)
 
     def ask(self, main: MainThread, what, *arguments):

@@ -54,30 +54,27 @@ def test_continue_samples_the_next_tokens_with_the_new_weights(clock, speed) -> 
     play(scenario)
 
 
-def test_several_loads_during_one_answer(clock) -> None:
-    """Two of them between the same tokens."""
+@pytest.mark.parametrize(
+    ("options", "waits", "end", "versions"),
+    [
+        ({}, [3.0, 2.0, 0.0, 1.0], 4.0, ((0, 0), (24, 1), (40, 3), (48, 4))),
+        ({}, [0.0, 10.0], 0.0, ((0, 1),)),
+        # Its engine dies once, after 10 s.
+        ({"seed": dies_once(), "deaths": 0.5}, [13.0], 7.0, ((0, 0), (24, 1))),
+    ],
+    ids=["two between the same tokens", "before the first and after the last token", "in the second try"],
+)
+def test_loads_during_one_answer(clock, options, waits, end, versions) -> None:
+    """``waits``: seconds before each load; ``end``: after the last one."""
 
     async def scenario() -> None:
-        generator = make()
+        generator = make(**options)
         answer = asyncio.create_task(generator.answer(request(0)))
-        for seconds, version in ((3.0, 1), (2.0, 2), (0.0, 3), (1.0, 4)):
+        for version, seconds in enumerate(waits, 1):
             await clock.pass_(seconds)
             await load(generator, version)
-        await clock.pass_(4.0)
-        assert (await answer).versions == ((0, 0), (24, 1), (40, 3), (48, 4))
-
-    play(scenario)
-
-
-def test_a_load_before_the_first_token_and_after_the_last_one(clock) -> None:
-    async def scenario() -> None:
-        generator = make()
-        answer = asyncio.create_task(generator.answer(request(0)))
-        await clock.pass_(0.0)
-        await load(generator, 1)
-        await clock.pass_(10.0)
-        await load(generator, 2)
-        assert (await answer).versions == ((0, 1),)
+        await clock.pass_(end)
+        assert (await answer).versions == versions
 
     play(scenario)
 
@@ -131,20 +128,6 @@ def test_a_sample_that_is_complete_when_weights_come_is_kept(clock, in_flight) -
         await load(generator, 1)
         await clock.pass_(0.0)
         assert (await answer).versions == ((0, 0),)
-
-    play(scenario)
-
-
-def test_a_sample_that_is_sampled_again_has_the_versions_of_its_last_try(clock) -> None:
-    """Its engine dies once, after 10 s. The weights of version 1 come at 13 s."""
-
-    async def scenario() -> None:
-        generator = make(seed=dies_once(), deaths=0.5)
-        answer = asyncio.create_task(generator.answer(request(0)))
-        await clock.pass_(13.0)
-        await load(generator, 1)
-        await clock.pass_(7.0)
-        assert (await answer).versions == ((0, 0), (24, 1))
 
     play(scenario)
 
