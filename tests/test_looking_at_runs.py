@@ -220,10 +220,17 @@ def test_a_metric_that_is_not_a_number_is_left_out(whole, tmp_path, capsys):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines[1]["reward/mean"], lines[2]["reward/mean"] = [], "x"
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    first = f"{lines[0]['reward/mean']:.4g}"
+    reward = lines[0]["reward/mean"]
+    first = f"{reward:.4g}"
     assert ["reward/mean", first, first] in [line.split()[:3] for line in called(capsys, "show", run).splitlines()]
     (row,) = json.loads(called(capsys, "runs", run, "--json"))
-    assert row["last"]["name"] == "loss"
+    assert row["last"] == {"name": "reward", "value": reward}
+    for line in lines:
+        line.pop("reward/mean")
+    del lines[2]["policy/loss"]  # a step that was skipped has no loss
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (row,) = json.loads(called(capsys, "runs", run, "--json"))
+    assert row["last"] == {"name": "loss", "value": lines[1]["policy/loss"]}
 
 
 def test_damaged_metrics_are_reported_once(whole, tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,10 @@ class RunsCommand(Command):
 def summary(record: Any, folder: Path) -> dict[str, Any]:
     """The facts about a run in the list, as JSON values."""
     from rlhf_runtime.observe.progress import HEADLINE
-    from rlhf_runtime.report.recorded_samples import as_number
 
     state, reason = record.state
-    last = None
-    for label in ("reward", "loss"):
-        number = next((value for n in HEADLINE[label] if (value := as_number(record.last.get(n))) is not None), None)
-        if number is not None:
-            last = {"name": label, "value": number}
-            break
+    values = ((label, _last_value(record, HEADLINE[label])) for label in ("reward", "loss"))
+    last = next(({"name": label, "value": value} for label, value in values if value is not None), None)
     best = record.best
     relative = record.path.relative_to(folder)
     return {
@@ -77,6 +73,20 @@ def summary(record: Any, folder: Path) -> dict[str, Any]:
         "time": record.time.isoformat(timespec="seconds"),
         "problems": list(record.problems),
     }
+
+
+def _last_value(record: Any, metrics: Sequence[str]) -> float | None:
+    """The value in the last line with a number for one of ``metrics``. A step that was skipped, or had nothing to learn
+    from, may have none."""
+    from rlhf_runtime.report.recorded_samples import as_number
+
+    marks = [f'"{name}"'.encode() for name in metrics]
+    for number in reversed(range(len(record.lines))):
+        if any(mark in record.lines[number] for mark in marks):
+            line = record.line(number)
+            if values := [value for name in metrics if (value := as_number(line.get(name))) is not None]:
+                return values[0]
+    return None
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
