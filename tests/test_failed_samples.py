@@ -66,6 +66,24 @@ def test_failures_are_printed_at_the_first_one_and_in_the_last_line(shop: Worksh
     assert run.out.splitlines()[-2] == f"finished, 3 of 27 samples failed (11.1 %): {run.path}", "a group was refilled"
 
 
+def test_the_last_line_of_a_resumed_run_counts_the_samples_since_the_resume(shop: Workshop) -> None:
+    code = "def score(prompt, completion, row):\n    return {'0': 0.0, '1': 1.0}[row['answer']]\n"
+    rows = [{"prompt": "0+0=", "answer": "0"}, {"prompt": "0+1=", "answer": "1"}, {"prompt": "1+1=", "answer": "2"}]
+    run = shop.train(
+        "rloo",
+        "run",
+        run={"steps": 3, "stop_after": 1},
+        data={"train": str(shop.rows("rows.jsonl", rows)), "batch_size": 3},
+        reward=[{"use": f"file:{shop.file('known.py', code)}"}],
+        stream={"on_failed_sample": "drop_sample"},
+    )
+    assert re.search(r"\nstopped, \d+ of \d+ samples failed \(\S+ %\): ", run.out)
+    resumed = shop.command("train", str(run.path / "config.toml"), "--resume", "--run.stop_after", "3")
+    failed, prompts = (sum(line[f"stream/{n}"] for line in run.lines()[1:]) for n in ("failed_samples", "prompts"))
+    line = rf"finished, {failed:.0f} of {3 * prompts:.0f} samples failed \(\S+ %\) since the resume: {run.path}"
+    assert re.search(line, resumed.out)
+
+
 def test_a_reward_that_fails_for_bad_answers_does_not_look_better(shop: Workshop) -> None:
     """It raises where it would be 0, so the mean of the others is 1."""
     text = """
