@@ -3,7 +3,7 @@
 import math
 
 from rich.console import Console
-from rlhf_cli.runs.curves import Curve, draw
+from rlhf_cli.runs.curves import Curve, draw, number
 
 
 def rows(picture):
@@ -53,3 +53,9 @@ def test_a_curve_beside_one_without_values_keeps_its_name():
 def test_a_curve_can_be_printed():
     console = Console(width=80, record=True, quiet=True)
     console.print(draw([Curve("a", [(1, 1.0)])], colour=True))
+
+
+def test_whole_numbers_are_shown_in_full():
+    """A count of 12,345 prompts is not 1.234e+04."""
+    values = (12345.0, -200000, 0.0, 0.123456, 12345.6, 1e12, math.nan)
+    assert [number(v) for v in values] == ["12345", "-200000", "0", "0.1235", "1.235e+04", "1e+12", "nan"]

@@ -65,8 +65,10 @@ class EvalCommand(Command):
         if args.json:
             sys.stdout.write(json.dumps(metrics) + "\n")
         else:
+            from rlhf_cli.runs.curves import number
+
             width = max(map(len, metrics))
-            sys.stdout.write("".join(f"{name.ljust(width)}  {value:.4g}\n" for name, value in metrics.items()))
+            sys.stdout.write("".join(f"{name.ljust(width)}  {number(value)}\n" for name, value in metrics.items()))
         return 0
 
 

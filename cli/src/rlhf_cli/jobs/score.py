@@ -62,7 +62,7 @@ class ScoreCommand(Command):
         sys.stdout.write(f"{args.file}: {scores.answers} answers of {scores.rows} rows\n")
         width = max(map(len, names))
         for name, mean in means.items():
-            text = "no answers" if mean is None else f"mean {mean:.4g} of {scores.sums[name][1]:g} answers"
+            text = "no answers" if mean is None else f"mean {mean:.4g} of {scores.sums[name][1]:.0f} answers"
             sys.stdout.write(f"  {name.ljust(width)}  {text}\n")
         sys.stdout.write("".join(f"  left out: {n} {reason}\n" for reason, n in left_out.items()))
         return 0

@@ -56,7 +56,10 @@ def draw(curves: Sequence[Curve], colour: bool, width: int = WIDTH, height: int 
 
 
 def number(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else str(value)
+    """Four digits, and whole numbers such as counts in full."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e9 else f"{value:.4g}"
 
 
 Axes = tuple[int, int, float, float]
