@@ -55,6 +55,14 @@ def test_several_rewards_score_every_answer_and_exports_read_them(shop: Workshop
     assert [r["completion"] for r in lines(pairs)] == ["3", "4", "7"]
 
 
+def test_a_reward_may_have_the_name_of_their_sum(shop: Workshop, say: Say) -> None:
+    data, reward = shop.rows("rows.jsonl", ROWS), shop.file("reward.py", LENGTH)
+    words = ("score", "--model", shop.model, "--data", data, "--reward", f"file:{reward}", "--json")
+    code, stdout, err = say(*words, "--reward.reward.weight", "2", "-o", shop.folder / "scored.jsonl")
+    assert code == 0, err
+    assert json.loads(stdout)["means"] == pytest.approx({"reward": 9 / 7, "weighted sum": 18 / 7})
+
+
 def test_the_first_rows_of_each_source_are_scored(shop: Workshop, say: Say) -> None:
     files = [str(shop.rows(f"{name}.jsonl", ROWS)) for name in ("one", "two")]
     sources = tuple(word for n, file in enumerate(files) for word in (f"--data.eval.{n}.path", file))

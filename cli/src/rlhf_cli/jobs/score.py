@@ -49,11 +49,12 @@ class ScoreCommand(Command):
         require_new_file(args.file, args.force)
         # Before the import below, which takes seconds.
         look_for_models(config)
-        from rlhf_cli.jobs.score_answers import score_answers
+        from rlhf_cli.jobs.score_answers import TOTAL, score_answers
 
         scores = score_answers(config, Plugins.discover(), args.answers, args.file, force=args.force, note=note)
-        names = [*(r.label for r in config.reward), "reward"]
-        means = {name: scores.mean(name) for name in names}
+        sources = {reward.label: reward.label for reward in config.reward}
+        names = sources | {"weighted sum" if "reward" in sources else "reward": TOTAL}
+        means = {name: scores.mean(source) for name, source in names.items()}
         left_out = {reason: n for reason, n in scores.left_out.items() if n}
         if args.json:
             counts = {"rows": scores.rows, "answers": scores.answers}
@@ -62,7 +63,7 @@ class ScoreCommand(Command):
         sys.stdout.write(f"{args.file}: {scores.answers} answers of {scores.rows} rows\n")
         width = max(map(len, names))
         for name, mean in means.items():
-            text = "no answers" if mean is None else f"mean {mean:.4g} of {scores.sums[name][1]:.0f} answers"
+            text = "no answers" if mean is None else f"mean {mean:.4g} of {scores.sums[names[name]][1]:.0f} answers"
             sys.stdout.write(f"  {name.ljust(width)}  {text}\n")
         sys.stdout.write("".join(f"  left out: {n} {reason}\n" for reason, n in left_out.items()))
         return 0

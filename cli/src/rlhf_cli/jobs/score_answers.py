@@ -28,6 +28,8 @@ from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.prepare import PlacedPlugins
 
+TOTAL = ""
+"""The name of the weighted sum of all rewards, in :attr:`ScoreTotals.sums`."""
 _AT_ONCE = 64
 """Number of rows whose answers are scored together. They are written to the disk before the next rows."""
 
@@ -39,7 +41,7 @@ class ScoreTotals:
     rows: int = 0
     answers: int = 0
     sums: dict[str, list[float]] = field(default_factory=dict)
-    """{reward source, or ``reward`` for the weighted sum of all: [sum, answers to which it applied]}."""
+    """{reward source, or :data:`TOTAL`: [sum, answers to which it applied]}."""
     left_out: Counter[str] = field(default_factory=Counter)
 
     def mean(self, name: str) -> float | None:
@@ -52,7 +54,7 @@ class ScoreTotals:
             self.answers += 1
             values = {name: value_of(result) for name, result in trajectory.rewards.items()}
             if trajectory.reward is not None:
-                values["reward"] = trajectory.reward
+                values[TOTAL] = trajectory.reward
             for name, value in values.items():
                 if value is not None:
                     total, count = self.sums.get(name, [0.0, 0])
