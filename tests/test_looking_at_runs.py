@@ -365,6 +365,8 @@ def test_samples_of_one_group_source_or_at_random(whole, capsys):
     assert [(s["group"], s["sample"]) for s in sample_rows(capsys, whole.path, "--group", group)] == [
         (group, 0), (group, 1), (group, 2)
     ]  # fmt: skip
+    heading = called(capsys, "samples", whole.path, "--group", group).splitlines()[0]
+    assert heading.endswith(f"step-000003.arrow, group {group}: 3 samples of 1 prompts")
     assert len(sample_rows(capsys, whole.path)) == 12
     draws = [sample_rows(capsys, whole.path, "--random", 4) for _ in range(2)]
     assert draws[0] == draws[1]

@@ -98,7 +98,9 @@ def _print(
     from rlhf_cli.runs.sample_text import sample_text
 
     console = terminal()
-    heading = f"{path}: {len(all_samples)} samples of {len({sample.group for sample in all_samples})} prompts"
+    selection = [f", {name} {value}" for name in ("source", "group") if (value := getattr(args, name)) is not None]
+    heading = f"{path}{''.join(selection)}: {len(all_samples)} samples of "
+    heading += f"{len({sample.group for sample in all_samples})} prompts"
     if len(selections) == 1 and not selections[0][0] and len(selections[0][1]) < len(all_samples):
         heading += f"; the first {len(selections[0][1])} are shown (others: --worst, --best, --random, --group)"
     console.print(heading, style="bold", soft_wrap=True)
