@@ -1,12 +1,16 @@
-"""How far canaries' log-probs are apart: the mean of each, and the median of all if a side computes in bf16."""
+"""The form of a generator's proof, and how far canaries' log-probs are apart: the mean of each, and the median of all
+if a side computes in bf16."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf_runtime.models.weight_sync import Canary, canary_differences
+from rlhf.errors import PluginInvalid
+from rlhf.interfaces import Proof
+from rlhf_runtime.models.weight_sync import Canary, canary_differences, check_answers, proofs_of
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,19 @@ def test_a_canary_with_an_image_is_compared_by_itself_in_bf16():
     canaries = [Canary([3, 4]), Canary([0, 1], ("an image",)), Canary([3, 4])]
     engines = [[[1.0], [5.0], [5.5]]]
     assert canary_differences(canaries, torch.arange(6.0), engines, True) == [0.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("proofs", [[], None, Proof(1), ["proof"]])
+def test_a_load_without_a_proof_is_refused(proofs) -> None:
+    """With an empty list only the canaries would be compared, and neither version nor fingerprints."""
+    assert proofs_of(SimpleNamespace(name="mine", end_load=lambda: (Proof(1),))) == [Proof(1)]
+    with pytest.raises(PluginInvalid, match=r"end_load\(\) of generator 'mine' returned .*; allowed: a list with one"):
+        proofs_of(SimpleNamespace(name="mine", end_load=lambda: proofs))
+
+
+@pytest.mark.parametrize("answers", [[], None, [[-1.0, -2.0], [-3.0]], [[[-1.0, -2.0]]], [[[-1.0] * 3, [-3.0] * 2]]])
+def test_log_probs_of_canaries_in_another_form_are_refused(answers) -> None:
+    generator, canaries = SimpleNamespace(name="mine"), [Canary([1, 2, 3]), Canary([4, 5])]
+    check_answers(generator, [[[-1.0, -2.0], [-3.0]]] * 2, canaries)
+    with pytest.raises(PluginInvalid, match=r"logprobs\(\) of generator 'mine' .*\[engine\]\[sequence\]\[token - 1\]"):
+        check_answers(generator, answers, canaries)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import io
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rlhf.errors import CapabilityError, SyncError
+from rlhf.errors import CapabilityError, PluginInvalid, SyncError, brief
 from rlhf.interfaces import EnginePool, Generator, Proof, TakesModule, TakesTensors
 from rlhf.interfaces.model import ADAPTERS, PARTS
 from rlhf.ops.heads import resolve_head
@@ -164,7 +164,7 @@ class WeightSync:
             generator.take(bucket)
         reference = self._reference(version)  # the trainer computes this while the generator prepares
         pushes = self._pushes
-        proofs = generator.end_load()
+        proofs = proofs_of(generator)
         if self._pushes != pushes:  # an engine was replaced: these are the proofs of refresh(), which sent the base too
             reference = replace(reference, marks=self._marks())
         return proofs, reference
@@ -222,6 +222,7 @@ class WeightSync:
             return problems, 0.0
         images = [c.images for c in reference.canaries]
         answers = generator.logprobs([c.ids for c in reference.canaries], *([images] if any(images) else []))
+        check_answers(generator, answers, reference.canaries)
         formats = {self.policy.facts.dtype, *(p.dtype for p in proofs)}
         coarse = FP8_TOLERANCE if "fp8" in formats else BF16_TOLERANCE if "bf16" in formats else None
         differences = canary_differences(reference.canaries, reference.outputs()["logprobs"], answers, bool(coarse))
@@ -246,6 +247,31 @@ class WeightSync:
         if not stale:
             return "No single tensor could be shown to be stale: look for differences in arithmetic (dtype, attention)."
         return f"Stale in the generator: {_listing(stale)}."
+
+
+def proofs_of(generator: TakesTensors) -> list[Proof]:
+    """The proofs of a load. Without one, nothing would show that the weights arrived."""
+    proofs: object = generator.end_load()
+    if not isinstance(proofs, list | tuple) or not proofs or not all(isinstance(proof, Proof) for proof in proofs):
+        raise PluginInvalid(
+            f"end_load() of generator {generator.name!r} returned {brief(proofs)}; allowed: a list with one Proof for "
+            "each process that holds weights"
+        )
+    return [*proofs]
+
+
+def check_answers(generator: TakesTensors, answers: object, canaries: Sequence[Canary]) -> None:
+    """Raises PluginInvalid if the generator's log-probs are not one number for each token of each canary."""
+    sizes = [len(canary.ids) - 1 for canary in canaries]
+    engines: Any = answers if isinstance(answers, Sized) and len(answers) else [None]
+    if not all(
+        isinstance(engine, Sized) and [len(row) if isinstance(row, Sized) else -1 for row in engine] == sizes
+        for engine in engines
+    ):
+        raise PluginInvalid(
+            f"logprobs() of generator {generator.name!r} returned {brief(answers)} for {len(sizes)} sequences; "
+            "allowed: [engine][sequence][token - 1], one number for each token of a sequence except the first"
+        )
 
 
 def _listing(names: Sequence[str]) -> str:
