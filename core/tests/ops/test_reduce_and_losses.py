@@ -261,6 +261,7 @@ def test_a_loss_that_breaks_its_declarations_is_refused(call, columns, message):
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
+        ({}, r'must return, e.g., \{"policy": Reduce\("token_mean"\)\}'),
         ({"t": "token_mean"}, r'must return, e.g., \{"policy": Reduce\("token_mean"\)\}'),
         (Reduce(), "must return"),
         ({"t": Reduce(), "u": "token_mean"}, "must return"),

@@ -15,17 +15,19 @@ def updates(step):
 
 
 def test_every_step_of_the_run_is_planned_with_all_its_passes():
-    schedule = UpdateSchedule.of(SimpleNamespace(updates=updates), 5)
+    schedule = UpdateSchedule.of(SimpleNamespace(name="mine", updates=updates), 5)
     assert schedule.planned == ({"critic": 6},) * 2 + ({"critic": 6, "policy": 4},) * 3
     assert schedule.total() == {"critic": 30, "policy": 12}
     assert schedule.snapshots == {"reference"}
 
 
 def test_two_updates_of_one_role_are_added():
-    algorithm = SimpleNamespace(updates=lambda step: [Update("policy", "a"), Update("policy", "b", epochs=3)])
+    algorithm = SimpleNamespace(
+        name="mine", updates=lambda step: [Update("policy", "a"), Update("policy", "b", epochs=3)]
+    )
     assert UpdateSchedule.of(algorithm, 1).planned == ({"policy": 4},)
 
 
 def test_a_run_without_steps_plans_nothing():
-    assert UpdateSchedule.of(SimpleNamespace(updates=updates), 0) == UpdateSchedule()
+    assert UpdateSchedule.of(SimpleNamespace(name="mine", updates=updates), 0) == UpdateSchedule()
     assert UpdateSchedule().total() == {}

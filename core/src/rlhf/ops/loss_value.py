@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from rlhf.errors import TrainingError
+from rlhf.errors import TrainingError, boundary
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.batch import Batch
 from rlhf.ops.losses import LossInput
@@ -31,7 +31,7 @@ def masks(loss: Loss) -> tuple[str, ...]:
     """The mask of the loss, and the masks of terms that differ from it. Raises TrainingError for a wrong
     declaration."""
     terms = loss.reduce()
-    if not isinstance(terms, Mapping) or not all(isinstance(r, Reduce) for r in terms.values()):
+    if not isinstance(terms, Mapping) or not terms or not all(isinstance(r, Reduce) for r in terms.values()):
         raise TrainingError(
             f'reduce() of loss {loss.name!r} must return, e.g., {{"policy": Reduce("token_mean")}}, got {terms}'
         )
@@ -79,7 +79,8 @@ def evaluate(
     """
     terms, over = loss.reduce(), over_mask(loss)
     x = LossInput(batch, outputs, loss.columns(), over, coef, live, loss.name)
-    result: LossOutput = loss(x)
+    with boundary(TrainingError, f"loss {loss.name!r}"):
+        result: LossOutput = loss(x)
     if not isinstance(result, LossOutput):
         raise TrainingError(
             f"loss {loss.name!r} returned {type(result).__name__}, not LossOutput({{term: values}}) with the terms "

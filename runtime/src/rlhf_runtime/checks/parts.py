@@ -29,6 +29,7 @@ from rlhf.interfaces import (
 from rlhf.types import ExpertLayers, Lent, RoleSpec, Row, Update
 from rlhf_hub.adapter_folders import adapter_of
 
+from rlhf_runtime.calls.algorithm_calls import ask
 from rlhf_runtime.checks.run import RunPlugins, device_here, where_trainer
 from rlhf_runtime.checks.sampling import ANSWERS, CORRECTION
 from rlhf_runtime.config.components import component_config
@@ -256,10 +257,15 @@ def lending_problems(
 
 def _check_declared(algorithm: Algorithm, roles: Collection[str], copied: Collection[str]) -> None:
     """Raises PluginInvalid if the first step names an undeclared role. Later steps are not checked."""
-    updates = [update for update in algorithm.updates(0) if isinstance(update, Update)]
-    prepass = [a for update in updates for a in algorithm.parts[update.loss].prepass()]
+    updates = [update for update in ask(algorithm, "updates", 0) if isinstance(update, Update)]
+    if strangers := [update.loss for update in updates if update.loss not in algorithm.parts]:
+        raise PluginInvalid(
+            f"updates() of algorithm {algorithm.name!r} names the slot {strangers[0]!r}; its slots are "
+            f"{', '.join(map(repr, algorithm.parts)) or 'none'}"
+        )
+    prepass = [a for update in updates for a in ask(algorithm.parts[update.loss], "prepass")]
     role_names = {
-        "annotations()": {a.role for a in algorithm.annotations(0)},
+        "annotations()": {a.role for a in ask(algorithm, "annotations", 0)},
         "updates()": {*(update.role for update in updates), *copied},
         "prepass() of a loss": {a.role for a in prepass},
     }
@@ -301,7 +307,7 @@ def check_columns(plugins_of_run: RunPlugins, data: TrainData, held_out: Sequenc
             f"{algorithm.name!r} or a part of it reads; columns present: {', '.join(source.columns)}."
             f"{did_you_mean(column, source.columns)} Change the option that names it, or add it to the data."
             for source in trained
-            for column in algorithm.columns(source.name)
+            for column in ask(algorithm, "columns", source.name)
             if not source.has(column)
         ],
     )

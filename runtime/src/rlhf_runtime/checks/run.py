@@ -16,6 +16,7 @@ from rlhf_hub.hub import Commits
 from rlhf_hub.processors import reads_images
 from rlhf_hub.published import pinned
 
+from rlhf_runtime.calls.algorithm_calls import needs_of
 from rlhf_runtime.config.components import Selection, Selections
 from rlhf_runtime.config.placement import divided, placement
 from rlhf_runtime.config.runfile import RunFile
@@ -209,7 +210,7 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
 
 def _with_group_size(config: RunFile, algorithm: Algorithm) -> RunFile:
     """The run file with the default of ``sampling.samples_per_prompt`` for an algorithm that compares samples."""
-    smallest, sampling = algorithm.needs().group_min, config.sampling
+    smallest, sampling = needs_of(algorithm).group_min, config.sampling
     if algorithm.data != "prompts" or smallest < 2 or "samples_per_prompt" in sampling.model_fields_set:
         return config
     sampling = sampling.model_copy(update={"samples_per_prompt": max(GROUP, smallest)})

@@ -18,6 +18,7 @@ from rlhf.interfaces import (
 )
 from rlhf.types import Needs, OnlineShape
 
+from rlhf_runtime.calls.algorithm_calls import ask
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import GROUP
 from rlhf_runtime.samples.episodes import agents_played
@@ -60,7 +61,7 @@ def sampling(run: RunPlugins) -> list[str]:
             "trains on them as if they were the policy's own. Set an importance correction (`rlhf explain "
             "algorithm.loss` lists the loss's options for it), or remove it."
         )
-    problems += algorithm.conflicts(_shape(run))
+    problems += ask(algorithm, "conflicts", _shape(run))
     problems += _teachers(run, needs)
     problems += _turn_credit(config, algorithm)
     unscored = run.scored and not run.has_rewards and config.env is None

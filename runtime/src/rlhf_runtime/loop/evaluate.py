@@ -16,9 +16,10 @@ from rlhf.ops.reduce import weigh
 from rlhf.types import Group, Row, Update
 from rlhf.types.examples import Example
 
+from rlhf_runtime.calls.algorithm_calls import ask
 from rlhf_runtime.config.sections import EvalSection
 from rlhf_runtime.loop.best_value import BestTracker, is_number_of_samples, unknown_metric
-from rlhf_runtime.loop.learn import Metrics, role_of
+from rlhf_runtime.loop.learn import Metrics, role_of, summary
 from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.sample_metrics import evaluation_metrics, metric_names
@@ -110,11 +111,11 @@ def _losses(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[
     batch, _ = assemble(algorithm, examples)
     if batch is None:
         return {}
-    for annotation in algorithm.annotations(0):
+    for annotation in ask(algorithm, "annotations", 0):
         batch = role_of(roles, annotation.role, f"annotations() of {algorithm.name!r}").annotate(batch, [annotation])
     batch, _ = algorithm.credit(batch)
     metrics: Metrics = {}
-    for update in algorithm.updates(0, batch):
+    for update in ask(algorithm, "updates", 0, batch):
         if not isinstance(update, Update):
             continue
         loss = algorithm.parts[update.loss]
@@ -125,7 +126,7 @@ def _losses(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[
         weighted = weigh(loss.prepare(weighted), loss.reduce())
         means = finish_sums(roles[update.role].evaluate(weighted, loss, update))
         prefix = "" if update.role == "policy" else f"{update.role}/"
-        metrics |= {f"{prefix}{name}": value for name, value in (means | loss.summary(means)).items()}
+        metrics |= {f"{prefix}{name}": value for name, value in (means | summary(loss, means)).items()}
     return metrics
 
 

@@ -18,6 +18,7 @@ from rlhf.weights.bucket import Bucket
 from rlhf.weights.fingerprint import marks
 from torch import Tensor
 
+from rlhf_runtime.calls.algorithm_calls import ask, metrics_of
 from rlhf_runtime.models.roles import Role
 
 Metrics = dict[str, float]
@@ -45,7 +46,7 @@ def learn(
 
     Returns: the metrics of ``credit`` and of the updates.
     """
-    annotations = algorithm.annotations(step)
+    annotations = ask(algorithm, "annotations", step)
     with timed("annotate") if annotations else nullcontext():
         # One call for each role, so that annotations of one view share a forward pass.
         for name in dict.fromkeys(a.role for a in annotations):
@@ -54,6 +55,7 @@ def learn(
     with boundary(TrainingError, f"algorithm {algorithm.name!r}"):
         batch, metrics = algorithm.credit(batch)
         updates = algorithm.updates(step, batch)
+    metrics = metrics_of(f"credit() of algorithm {algorithm.name!r}", metrics)
     credited(batch, annotations)
     for update in updates:
         if isinstance(update, Snapshot):
@@ -114,12 +116,19 @@ def train(
     # A sum without a count is a value of a whole optimizer batch (the loss). The mean over the batches is reported.
     already_normalised = {k: (v / len(parts), c) for k, (v, c) in summed.items() if c == 0}
     values = finish_sums(summed | already_normalised)
-    values |= loss.summary(values)
+    values |= summary(loss, values)
     values["lr"] = result.lr
     values["skipped"] = float(skipped)
     if grad_norms:
         values["grad_norm"] = sum(grad_norms) / len(grad_norms)
     return {f"{update.role}/{name}": value for name, value in values.items()}
+
+
+def summary(loss: Loss, means: Metrics) -> Metrics:
+    """The metrics that a loss computes from the means of others."""
+    label = f"summary() of loss {loss.name!r}"
+    with boundary(TrainingError, label):
+        return metrics_of(label, loss.summary(means))
 
 
 def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[Batch]:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rlhf.errors import RlhfError, TrainingError
+from rlhf.errors import RlhfError, TrainingError, boundary
 from rlhf.interfaces import Algorithm, RunInfo
 from rlhf.ops.batch import Batch
 from rlhf.types import Annotation, Snapshot
 from rlhf.types.examples import Example
 
+from rlhf_runtime.calls.algorithm_calls import metrics_of
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
@@ -322,7 +323,9 @@ class Run:
         """The algorithm's metrics after its updates. Counts the step if an update changed weights."""
         # A role has a gradient norm if at least one of its optimizer steps was not skipped.
         self.state.updates += any(f"{role}/grad_norm" in metrics for role in self.state.trained_roles)
-        adapted = self.algorithm.finish(step, batch, metrics)
+        label = f"finish() of algorithm {self.algorithm.name!r}"
+        with boundary(TrainingError, label):
+            adapted = metrics_of(label, self.algorithm.finish(step, batch, metrics))
         self.reports.name_uncovered({name: self.roles[name] for name in self.state.trained_roles}, metrics)
         return adapted
 
@@ -340,7 +343,8 @@ class Run:
         """The metrics of the current weights, after step ``steps_done``, on held-out rows."""
         with self.timed("evaluate"):
             metrics = evaluation.compute(steps_done)
-        self.algorithm.evaluated(metrics)
+        with boundary(TrainingError, f"evaluated() of algorithm {self.algorithm.name!r}"):
+            self.algorithm.evaluated(metrics)
         return metrics
 
     def _stops(self, steps_done: int) -> bool:

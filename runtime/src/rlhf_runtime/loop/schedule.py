@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from rlhf.interfaces import Algorithm
 from rlhf.types import Update
 
+from rlhf_runtime.calls.algorithm_calls import ask
+
 
 @dataclass(frozen=True)
 class UpdateSchedule:
@@ -30,7 +32,7 @@ class UpdateSchedule:
         snapshots, sources = set(), set()
         for step in range(steps):
             count: Counter[str] = Counter()
-            for update in algorithm.updates(step):
+            for update in ask(algorithm, "updates", step):
                 if isinstance(update, Update):
                     count[update.role] += update.epochs * update.minibatches
                 else:

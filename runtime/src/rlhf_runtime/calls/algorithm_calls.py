@@ -1,0 +1,60 @@
+"""Calls of the methods of algorithms and losses. An error names the method, its owner and what it must return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rlhf.errors import PluginInvalid, TrainingError, boundary, brief
+from rlhf.interfaces import Algorithm, Loss
+from rlhf.types import Annotation, Needs, RoleSpec, Snapshot, Update
+
+ITEMS: Mapping[str, tuple[tuple[type[Any], ...], str]] = {
+    "annotations": ((Annotation,), "a list of Annotations, [] for none"),
+    "updates": ((Update, Snapshot), "a list of Updates and Snapshots"),
+    "conflicts": ((str,), "a list of sentences, [] for none"),
+    "columns": ((str,), "a list of names of columns, [] for none"),
+    "prepass": ((Annotation,), "a tuple of Annotations, () for none"),
+}
+"""{method that returns a list: (types of its items, what it returns)}."""
+
+
+def ask(plugin: Algorithm | Loss, method: str, *arguments: Any) -> list[Any]:
+    """The list that a method of :data:`ITEMS` returns. Raises TrainingError or PluginInvalid."""
+    owner = "loss" if isinstance(plugin, Loss) else "algorithm"
+    label, (kinds, form) = f"{method}() of {owner} {plugin.name!r}", ITEMS[method]
+    with boundary(TrainingError, label):
+        value = getattr(plugin, method)(*arguments)
+        # A generator raises here; a string would be read letter by letter.
+        items = [*value] if isinstance(value, Iterable) and not isinstance(value, str) else None
+    if items is None or not all(isinstance(item, kinds) for item in items):
+        raise PluginInvalid(f"{label} returned {brief(value)}; allowed: {form}")
+    return items
+
+
+def metrics_of(label: str, metrics: object) -> dict[str, float]:
+    """The metrics that a plugin returned. Raises PluginInvalid if they are not a mapping.
+
+    Args:
+        label: the method and its owner: ``finish() of algorithm 'x'``.
+    """
+    if not isinstance(metrics, Mapping):
+        raise PluginInvalid(
+            f"{label} returned {brief(metrics)}; allowed: metrics, a dictionary ({{}} if there are none)"
+        )
+    return dict(metrics)
+
+
+def needs_of(algorithm: Algorithm) -> Needs:
+    """What an algorithm that trains needs. Raises PluginInvalid if it does not declare roles, the policy among them."""
+    label = f"needs() of algorithm {algorithm.name!r}"
+    with boundary(PluginInvalid, label):
+        needs: object = algorithm.needs()
+    declared = needs.roles if isinstance(needs, Needs) else None
+    if not isinstance(needs, Needs) or not isinstance(declared, list | tuple):
+        raise PluginInvalid(
+            f'{label} returned {brief(needs)}; allowed: Needs(roles=(RoleSpec("policy", trained=True),))'
+        )
+    if "policy" not in [role.name for role in declared if isinstance(role, RoleSpec)]:
+        raise PluginInvalid(f'{label} declares no role "policy"; add RoleSpec("policy", trained=True) to its roles')
+    return needs
