@@ -7,6 +7,16 @@ import re
 import pytest
 
 REWARD = "async def score(prompt, completion, row):\n    raise SystemExit(0)\n"
+ROLLOUT = """
+from rlhf.interfaces import Rollout
+
+class Play(Rollout):
+    def check(self):
+        raise ValueError("no file")
+
+    async def run(self, row, seed, ctx):
+        return []
+"""
 OBSERVER = """
 from rlhf.interfaces import Observer
 
@@ -22,6 +32,23 @@ def test_an_observer_that_exits_ends_the_run_with_its_line(shop, hook: str) -> N
     run = shop.run("sft", "run", observer=[{"use": f"file:{file}"}])
     assert run.code == 1
     assert re.search(rf"SystemExit: 0 \({file}:6\)", run.err)
+
+
+@pytest.mark.parametrize(
+    ("hook", "label"), [("check", "observer 'watch', check"), ("state_dict", r"state_dict\(\) of observer.watch")]
+)
+def test_an_observer_that_raises_outside_of_an_event_is_named(shop, hook: str, label: str) -> None:
+    file = shop.file("watch.py", OBSERVER.format(hook=hook).replace("SystemExit(0)", "ValueError('no login')"))
+    run = shop.run("sft", "run", observer=[{"use": f"file:{file}"}])
+    assert run.code == 1
+    assert re.search(rf"{label} raised ValueError: no login \({file}:6\)", run.err)
+
+
+def test_a_rollout_whose_check_raises_is_named(shop) -> None:
+    file = shop.file("play.py", ROLLOUT)
+    run = shop.run("rloo", "run", rollout={"use": f"file:{file}"})
+    assert run.code == 1
+    assert re.search(rf"check\(\) of rollout 'file:{file}' raised ValueError: no file \({file}:6\)", run.err)
 
 
 @pytest.mark.parametrize("hook", ["run_started", "step_finished", "run_ended"])

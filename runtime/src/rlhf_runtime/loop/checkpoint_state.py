@@ -228,7 +228,9 @@ class RunState:
         components: dict[str, dict[str, Any]] = {}
 
         def keep(names: Collection[str]) -> None:
-            components.update({name: c.state_dict() for name, c in self.components.items() if name in names})
+            for name in (name for name in self.components if name in names):
+                with boundary(CheckpointError, f"state_dict() of {name}"):
+                    components[name] = self.components[name].state_dict()
 
         stream_components = {n for n in self.components if n in ("curriculum", "rollout") or n.startswith("reward.")}
         keep(set(self.components) - stream_components)

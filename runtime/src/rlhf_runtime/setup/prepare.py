@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, PluginError, boundary
 from rlhf.interfaces import GENERATOR, Curriculum, ModelSpec, Observer, Place, Precision, Trainer
 from rlhf.plugins import Plugins, Resolved
 from rlhf_hub.hub import Commits
@@ -120,7 +120,8 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
     if data.has_images and isinstance(images, ImageTokens):
         check_image_tokens(images, [specs[role.name] for role in algorithm.needs().roles])
     if rollout is not None:
-        rollout.check()
+        with boundary(PluginError, f"check() of rollout {config.rollout.use!r}"):
+            rollout.check()
     episodes: Episodes | None = None
     if "env" in parts and config.env is not None:
         episodes = Episodes(parts["env"].resolved, parts["env"].config, config.env)

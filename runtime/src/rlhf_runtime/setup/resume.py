@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from rlhf.errors import CheckpointError, ConfigError, RlhfError
+from rlhf.errors import CheckpointError, ConfigError, PluginError, RlhfError, boundary
 from rlhf.saved import validated
 from rlhf_hub.adapter_folders import adapter_of
 from rlhf_hub.published import content_of
@@ -57,8 +57,9 @@ def check_latest(prepared: Prepared) -> None:
 
 def check_observers(prepared: Prepared) -> None:
     """Raises ConfigError if an observer could not start (:meth:`Observer.check`)."""
-    for observer in prepared.observers.values():
-        observer.check(Path(prepared.config.run.output))
+    for name, observer in prepared.observers.items():
+        with boundary(PluginError, f"observer {name!r}, check"):
+            observer.check(Path(prepared.config.run.output))
 
 
 def check_resume(prepared: Prepared) -> Checkpoint | None:
