@@ -118,6 +118,18 @@ def test_both_answers_of_a_pair_follow_the_images(data):
     assert first.ids[:front] == second.ids[:front]
 
 
+def test_a_pair_may_differ_in_an_image_only(data):
+    """The same answer after two images of one size, which have the same tokens."""
+    other = url(drawing(40, 24, "blue"))
+    talks = [[{"role": "user", "content": [{**PLACE, "image": image}]}, ANSWER] for image in ("red.png", other)]
+    pairs = data([{"chosen": talks[0], "rejected": talks[1]}], "pairs", loss_on="assistant")
+    first, second = pairs.examples(pairs.take(1))[0].sequences
+    assert first.ids == second.ids
+    assert first.images != second.images
+    with pytest.raises(DataError, match="have the same tokens, so there is no preference to learn"):
+        data([{"chosen": talks[0], "rejected": talks[0]}], "pairs", loss_on="assistant").check(1)
+
+
 IMAGE_ANSWER = {"role": "assistant", "content": [{**PLACE, "image": "blue.jpg"}, {"type": "text", "text": "a"}]}
 FROM_COLUMN = {"role": "assistant", "content": [PLACE, {"type": "text", "text": "a"}]}
 

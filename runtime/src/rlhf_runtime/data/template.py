@@ -112,7 +112,7 @@ class Template(Prompts):
                 'answers, but only the last answers are trained on; set data.loss_on = "assistant" to train on all '
                 "assistant messages"
             )
-        if sequences[0].ids == sequences[1].ids:
+        if (sequences[0].ids, sequences[0].images) == (sequences[1].ids, sequences[1].images):
             raise DataError(
                 "the chosen and the rejected answer have the same tokens, so there is no preference to learn"
             )
