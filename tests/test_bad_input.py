@@ -175,12 +175,6 @@ def test_a_prompt_longer_than_allowed(shop: Workshop, algorithm: str) -> None:
 # ------------------------------------------------------------------------------------------ configuration
 
 
-def test_one_sample_per_prompt_is_refused_where_a_group_is_needed(shop: Workshop) -> None:
-    run = shop.run("rloo", "run", sampling={"samples_per_prompt": 1})
-    refused(run, "rloo needs at least 2 samples per prompt, got 1", "--sampling.samples_per_prompt 8")
-    assert nothing_written(run)
-
-
 @pytest.mark.parametrize(("algorithm", "samples"), [("rloo", 8), ("reinforce_pp", 1)])
 def test_the_default_group_is_that_of_the_algorithm(shop: Workshop, algorithm: str, samples: int) -> None:
     run = shop.run(algorithm, "run", "--dry-run", sampling={"samples_per_prompt": None})

@@ -295,12 +295,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(shop: Workshop, name
     assert not failed.path.exists()
 
 
-def test_probabilities_that_nothing_reads_are_refused(shop: Workshop) -> None:
-    sources = [{"path": str(shop.data), "name": name, "probability": 0.5} for name in ("one", "two")]
-    failed = shop.run("rloo", "run", "--dry-run", data={"train": sources}, curriculum={"use": "pass_rate"})
-    assert "data.train: probabilities are set, but curriculum 'pass_rate' does not read them" in failed.err
-
-
 BROKEN = """
 from rlhf.interfaces import Curriculum
 

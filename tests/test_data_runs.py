@@ -177,15 +177,6 @@ def test_rows_with_nothing_to_learn_are_refused(shop: Workshop, algo: str, good:
     assert [line["data/bad_rows"] for line in run.lines()] == [1, 2]
 
 
-@pytest.mark.parametrize("algo", ["dpo", "reward_model", "prm", "kto"])
-def test_a_prompt_that_leaves_no_room_for_the_answer(shop: Workshop, algo: str) -> None:
-    rows = [{**PAIR, **STEPS, "response": "2", "label": label, "prompt": "9" * 64} for label in (True, False)]
-    run = shop.run(algo, "run", data={"train": str(shop.rows("rows.jsonl", rows)), "batch_size": 2}, **OFFLINE)
-    assert run.code == 1
-    assert "the prompt has 64 tokens; data.max_tokens = 64 leaves no room to answer" in run.err
-    assert 'set data.too_long = "drop"' in run.err
-
-
 def test_labels_of_one_kind_stop_a_run_before_it_starts(shop: Workshop) -> None:
     rows = [{"prompt": "1+1=", "response": "2", "label": 1}] * 3
     for flags in ((), ("--dry-run",)):

@@ -137,12 +137,6 @@ def test_held_out_rows_are_evaluated_from_two_on(shop: Workshop) -> None:
     assert "kto needs at least 2 rows to evaluate on, got 1 from data.eval" in refused.said
 
 
-def test_a_step_of_one_row_is_refused_before_anything_starts(shop: Workshop) -> None:
-    finished = shop.run_config(config(shop, "run", data={"batch_size": 1}))
-    assert finished.code == 2
-    assert "kto needs at least 2 rows per step, got data.batch_size = 1" in finished.said
-
-
 def test_the_reference_is_precomputed_only_where_it_can_be(shop: Workshop) -> None:
     precompute = {"reference": {"precompute": True}}
     refused = shop.run_config(config(shop, "run", **precompute))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -119,13 +118,6 @@ def test_a_full_disk_is_an_error_of_the_run(
     assert retry.wait() == 0, retry.output
     assert ("precomputing ref_logprobs of 10 sequences" if is_saved else "of 26 sequences") in retry.output
     assert Finished(shop.folder / "full", 0).weights == baseline.weights
-
-
-def test_a_reference_that_follows_the_policy_is_refused(shop, options):
-    options = {**options, "algorithm": {"snapshot_every": 2}}
-    run = shop.run("dpo", "follows", "--reference.precompute", "true", **options)
-    assert run.code == 2
-    assert re.search(r"reference.precompute = true, but dpo\s+replaces its weights during the run", run.said)
 
 
 @pytest.mark.full

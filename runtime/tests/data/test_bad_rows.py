@@ -103,22 +103,6 @@ def test_conversations(refusal, chat, bad, message):
     assert message in refusal(chat, "demonstrations", [{"messages": [USER, BOT]}], {"messages": bad})
 
 
-PAIRS = {"chosen": [USER, BOT], "rejected": [USER, {**BOT, "content": "no"}]}
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({**PAIRS, "prompt": "ho"}, "whole conversations that do not repeat the prompt"),
-        ({**PAIRS, "prompt": "hi", "rejected": [BOT]}, "one answer is a whole conversation"),
-        ({"chosen": [BOT], "rejected": [{**BOT, "content": "no"}]}, "the row has no prompt"),
-        ({**PAIRS, "chosen": [{"role": "User", "content": "hi"}, BOT]}, "message 0: the role is str 'User'"),
-    ],
-)
-def test_pairs_of_conversations(refusal, chat, bad, message):
-    assert message in refusal(chat, "pairs", [PAIRS], bad)
-
-
 def test_only_answers_that_are_trained_on_must_not_be_empty(load, chat):
     talk = [USER, {"role": "assistant", "content": " "}, USER, BOT]
     assert len(load(chat, "demonstrations", [{"messages": talk}]).take(1)) == 1

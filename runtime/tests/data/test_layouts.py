@@ -328,6 +328,7 @@ def test_rows_of_pairs_may_be_of_different_forms(read, chat, first):
         ({"prompt": "hi", "chosen": [USER, BOT], "rejected": [NO]}, "one answer is a whole conversation"),
         ({"prompt": None, "chosen": [BOT], "rejected": [NO]}, "column 'prompt': must be text or a list"),
         ({"chosen": [BOT], "rejected": [NO]}, "begin with an assistant message, but the row has no prompt"),
+        ({"chosen": [{**USER, "role": "User"}, BOT], "rejected": [USER, NO]}, "message 0: the role is str 'User'"),
     ],
 )
 @pytest.mark.parametrize("first", [{"prompt": "hi"}, {}])
