@@ -357,17 +357,29 @@ def command(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(ConfigError("bad value"), 2), (PluginNotFound("no such"), 2), (TrainingError("nan"), 1)]
+    ("error", "code", "message"),
+    [
+        (ConfigError("bad value"), 2, "bad value"),
+        (PluginNotFound("no such"), 2, "no such"),
+        (TrainingError("nan"), 1, "nan"),
+        (
+            PermissionError(13, "Permission denied", "/etc/run.toml"),
+            1,
+            "PermissionError: [Errno 13] Permission denied: '/etc/run.toml'. --traceback shows where it was raised",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
 )
-def test_our_errors_are_one_message_and_an_exit_code(command, capsys, error, code):
+def test_an_error_is_one_message_and_an_exit_code(command, capsys, error, code, message):
     def run(args):
         raise error
 
     command(run)
     assert main(["probe"]) == code
-    assert capsys.readouterr().err == f"rlhf: {error}\n"
-    with pytest.raises(type(error)):
-        main(["probe", "--traceback"])
+    assert capsys.readouterr().err == f"rlhf: {message}\n"
+    for words in (["probe", "--traceback"], ["--traceback", "probe"]):
+        with pytest.raises(type(error)):
+            main(words)
 
 
 def test_a_command_without_an_exit_code_is_an_error(command, capsys):
@@ -391,17 +403,6 @@ def test_other_errors_are_bugs_and_keep_their_traceback(command):
     command(lambda args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["probe"])
-
-
-def test_interrupt(command, capsys):
-    def run(args):
-        raise KeyboardInterrupt
-
-    command(run)
-    assert main(["probe"]) == 130
-    assert capsys.readouterr().err == "rlhf: interrupted\n"
-    with pytest.raises(KeyboardInterrupt):
-        main(["--traceback", "probe"])
 
 
 def test_unknown_arguments_are_refused_unless_the_command_takes_overrides(command, capsys):
@@ -436,18 +437,6 @@ def test_help_of_a_command_is_its_docstring(command, capsys):
 )
 def test_the_word_after_a_flag_of_the_run_file_is_its_value_unless_it_is_a_flag(words, rest, dotted):
     assert split_dotted(words, ["-o", "--output"]) == (rest, dotted)
-
-
-def test_an_error_of_the_system_is_one_message(command, capsys):
-    def run(args):
-        raise PermissionError(13, "Permission denied", "/etc/run.toml")
-
-    command(run)
-    assert main(["probe"]) == 1
-    line = "rlhf: PermissionError: [Errno 13] Permission denied: '/etc/run.toml'. --traceback shows where it was raised"
-    assert capsys.readouterr().err == f"{line}\n"
-    with pytest.raises(PermissionError):
-        main(["probe", "--traceback"])
 
 
 @pytest.mark.linux("/dev/full stands for a full disk")

@@ -106,20 +106,16 @@ time.sleep(600)
     assert all(gone(pid) for pid in pids)
 
 
-def test_what_a_program_leaves_behind_is_killed(lab, program, wire):
-    body = (
-        "import os, time\nchild = os.fork()\nif not child: time.sleep(600)\nnote(task, child)\nask(base_url, api_key)"
-    )
-    trajectory = lab.one(program(body), {"wire": wire.path})
-    assert trajectory.status != "failed", trajectory.error
-    assert gone(wire()[0][0])
-
-
-def test_what_a_program_leaves_in_another_session_is_killed(lab, program, wire):
-    body = (
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import os, time\nchild = os.fork()\nif not child: time.sleep(600)\nnote(task, child)\nask(base_url, api_key)",
         "import os, time\nif not os.fork():\n    os.setsid()\n    note(task, os.getpid())\n    time.sleep(600)\n"
-        f"while not os.path.exists(task['wire']): time.sleep(0.01)\ntime.sleep(0.2)\n{ASKS}"
-    )
+        f"while not os.path.exists(task['wire']): time.sleep(0.01)\ntime.sleep(0.2)\n{ASKS}",
+    ],
+    ids=["in its session", "in another session"],
+)
+def test_what_a_program_leaves_behind_is_killed(lab, program, wire, body):
     trajectory = lab.one(program(body), {"wire": wire.path})
     assert trajectory.status != "failed", trajectory.error
     assert gone(wire()[0][0])
