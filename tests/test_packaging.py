@@ -119,7 +119,7 @@ def frameworks(*names):
 kinds = sys.argv[1:]
 hooks = {(k, p.name): getattr(p.load(), f"rlhf_register_{k}") for k in kinds for p in entry_points(group=f"rlhf.{k}")}
 assert len(hooks) > 50
-assert frameworks("torch", "transformers", "mlflow", "tensorboard", "wandb") == []
+assert frameworks("torch", "transformers", "ray", "mlflow", "tensorboard", "wandb") == []
 for kind, name in hooks:
     if kind not in ("advantage", "launcher", "trainer", "generator"):
         hooks[kind, name]()

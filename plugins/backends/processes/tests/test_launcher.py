@@ -9,7 +9,7 @@ import numpy
 import pytest
 from pydantic import ValidationError
 from rlhf.errors import CapabilityError, ConfigError
-from rlhf.interfaces import GENERATOR, Generator, ModelSpec, Place, TakesModule
+from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, ModelSpec, Place, TakesModule
 from rlhf.types import RoleSpec
 from rlhf_plugin_processes import ProcessesBackend, launcher
 from rlhf_plugin_processes.launcher import ProcessesConfig, ProcessesLauncher, gpus_of
@@ -68,6 +68,8 @@ def test_calls_in_the_wrong_order_are_refused():
     launcher.place({"policy": Place(2)})
     with pytest.raises(CapabilityError, match="placed with 2 ranks and launched with 1"):
         launcher.launch_trainer(None, None, spec)
+    with pytest.raises(CapabilityError, match="'generator' was not placed"):
+        launcher.launch_generator(CountingGenerator, None, GeneratorSpec((0,), str))
     with pytest.raises(CapabilityError, match="launcher 'processes' has already placed a run"):
         launcher.place({"policy": Place()})
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 from pydantic import ValidationError
-from rlhf.errors import CapabilityError, ConfigError, PluginVersionMismatch
+from rlhf.errors import ConfigError, PluginVersionMismatch
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec
@@ -25,11 +23,6 @@ from worker_standins import OddConfig, OddGenerator, OddTrainer
 
 def spec(role: str = "policy", ranks: int = 1) -> ModelSpec:
     return ModelSpec(RoleSpec(role, trained=True), "", world_size=ranks)
-
-
-def test_importing_the_plugin_imports_neither_ray_nor_torch():
-    code = "import sys, rlhf_plugin_ray; assert not {'torch', 'ray'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(
@@ -105,19 +98,6 @@ def test_workers_are_found_by_name_in_a_namespace(launch):
     other.place({"policy": Place()})
     with pytest.raises(ConfigError, match=r"policy-0 .*launcher.namespace = 'mine'\. Set another namespace"):
         other.launch_trainer(OddTrainer, None, spec())
-
-
-def test_calls_in_the_wrong_order_are_refused(launch):
-    launcher = launch()
-    with pytest.raises(CapabilityError, match="'policy' was not placed"):
-        launcher.launch_trainer(OddTrainer, None, spec())
-    launcher.place({"policy": Place(2)})
-    with pytest.raises(CapabilityError, match="placed with 2 ranks and launched with 1"):
-        launcher.launch_trainer(OddTrainer, None, spec())
-    with pytest.raises(CapabilityError, match="'generator' was not placed"):
-        launcher.launch_generator(OddGenerator, None, GeneratorSpec((0,), str))
-    with pytest.raises(CapabilityError, match="has already placed a run"):
-        launcher.place({"policy": Place()})
 
 
 def test_a_failed_start_releases_everything(launch):

