@@ -9,9 +9,6 @@ import torch
 from rlhf.errors import CapabilityError, ConfigError, SyncError
 from rlhf.interfaces import GeneratorSpec, ModelSpec
 from rlhf.interfaces.model import ADAPTERS, PARTS
-from rlhf.ops.heads import resolve_head
-from rlhf.ops.packing import SequenceData, UnitData, pack
-from rlhf.ops.reduce import weigh
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf.weights.bucket import Bucket
 from rlhf_plugin_local.launcher import LocalLauncher
@@ -23,21 +20,16 @@ from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_testing.models import model_path
 
-from tests.support.losses import NllLoss
+from plugins.backends.vllm.tests.test_sync import Setup
 
 CASES = {
     "all layers, rsLoRA": ("qwen3", {}, {"rank": 4, "use_rslora": True}),
     "parts of packed layers": ("llama", {"tied": False}, {"rank": 8, "targets": ("q_proj", "v_proj", "up_proj")}),
 }
 OPTIONS = {"parts of packed layers": {"speculative": {"method": "ngram", "prompt_lookup_min": 1}}}
-CANARY = [[20, 21, 22, 7, 55, 3, 90, 14, 14, 60], [1, 2, 3, 4, 5, 6, 7, 8]]
 
 
-def batch(sequences):
-    return pack([UnitData([SequenceData(ids, {"loss_mask": [i > 0 for i in range(len(ids))]})]) for ids in sequences])
-
-
-class Setup:
+class AdapterSetup(Setup):
     """A role that trains adapters, an engine for them, and the controller's sync between the two."""
 
     def __init__(self, case, **options):
@@ -58,21 +50,6 @@ class Setup:
     def sync(self, **section):
         return WeightSync(self.role, self.generator, SyncSection(**section), 0, print, adapters=True)
 
-    def update(self, steps=3):
-        draw = torch.Generator().manual_seed(1)
-        rows = [torch.randint(3, 90, (20,), generator=draw).tolist() for _ in range(4)]
-        for _ in range(steps):
-            self.role.group.worker.update([weigh(batch(rows), NllLoss().reduce())], NllLoss(), {}, {})
-
-    def ours(self, sequences):
-        flat = self.role.forward(batch(sequences), [resolve_head("logprobs", None)])["logprobs"]
-        return [part[1:] for part in flat.split([len(s) for s in sequences])]
-
-    def apart(self):
-        """Largest difference of a token's log-prob, engine against trainer."""
-        [scores] = self.generator.logprobs(CANARY)
-        return max(float((torch.tensor(t) - o).abs().max()) for t, o in zip(scores, self.ours(CANARY), strict=True))
-
 
 @pytest.fixture(scope="module")
 def setups():
@@ -80,7 +57,7 @@ def setups():
 
     def get(case="all layers, rsLoRA"):
         if case not in cache:
-            cache[case] = Setup(case, **OPTIONS.get(case, {}))
+            cache[case] = AdapterSetup(case, **OPTIONS.get(case, {}))
         setup = cache[case]
         setup.lost = lambda bucket: bucket
         setup.weights.push(0)
@@ -94,7 +71,7 @@ def setups():
 @pytest.mark.parametrize("case", CASES)
 def test_the_base_and_its_adapters_compute_what_the_trainer_does(setups, case):
     setup = setups(case)
-    setup.update()
+    setup.update(3)
     assert setup.apart() > 0.1
     proofs, _ = setup.weights._send(setup.generator, 1)
     adapters = {name: t.nbytes for name, t in setup.role.group.worker.weights(ADAPTERS)}
@@ -104,7 +81,7 @@ def test_the_base_and_its_adapters_compute_what_the_trainer_does(setups, case):
     assert setup.weights.push(2)["sync/canary"] < 1e-5
     requests = [GenerationRequest((20, 21, 22 + n), n, Sampling(20, 1.0, ignore_eos=True)) for n in range(4)]
     for n, turn in setup.generator.generate(requests):
-        expected = setup.ours([[*requests[n].ids, *turn.ids]])[0][-len(turn.ids) :]
+        expected = setup.logprobs([[*requests[n].ids, *turn.ids]])[0][-len(turn.ids) :]
         assert float((expected - torch.tensor(turn.logprobs)).abs().max()) < 1e-5
 
 
@@ -183,7 +160,7 @@ def test_a_sample_goes_on_with_the_adapters_that_come(setups):
     turns = setup.generator.advance({}, seconds=60.0)
     assert [version for _, version in turns[0][1].versions] == [0, 1]
     count = turns[0][1].versions[1][0]
-    expected = setup.ours([[*request.ids, *turns[0][1].ids]])[0][len(request.ids) - 1 :]
+    expected = setup.logprobs([[*request.ids, *turns[0][1].ids]])[0][len(request.ids) - 1 :]
     assert float((expected[count:] - torch.tensor(turns[0][1].logprobs)[count:]).abs().max()) < 1e-5
 
 
@@ -206,7 +183,7 @@ def test_the_base_answers_beside_the_policy_and_reads_no_keys_of_it(setups):
     [(_, second)] = setup.generator.generate([policy])
     assert second.logprobs != first.logprobs
     setup.role.group.worker.use_view("base")
-    expected = setup.ours([[*prompt, *turns[0].ids]])[0][len(prompt) - 1 :]
+    expected = setup.logprobs([[*prompt, *turns[0].ids]])[0][len(prompt) - 1 :]
     setup.role.group.worker.use_view("live")
     for turn in (turns[0], under_way):
         assert float((expected - torch.tensor(turn.logprobs)).abs().max()) < 1e-5
@@ -219,10 +196,10 @@ def test_the_base_answers_beside_the_policy_and_reads_no_keys_of_it(setups):
 
 @pytest.mark.full
 def test_layers_that_workers_share_get_their_parts_of_the_adapters():
-    setup = Setup("all layers, rsLoRA", tensor_parallel=2)
+    setup = AdapterSetup("all layers, rsLoRA", tensor_parallel=2)
     try:
         setup.weights.push(0)
-        setup.update()
+        setup.update(3)
         assert setup.weights.push(1)["sync/canary"] < 1e-5
         assert setup.apart() < 1e-5
     finally:

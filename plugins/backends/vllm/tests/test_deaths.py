@@ -29,6 +29,8 @@ from rlhf_plugin_vllm.platforms import cores
 from rlhf_testing.models import model_path
 from rlhf_testing.plain import PlainTrainer
 
+from plugins.backends.vllm.tests.engine_calls import difference, load, sample
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -100,26 +102,6 @@ def in_memory(scratch):
     """Names in /dev/shm that belong to an engine."""
     segments = [SHARED_MEMORY / name for name in scratch._segments]
     return sorted(p.name for p in [*segments, *SHARED_MEMORY.glob(f"{scratch.meeting}*")] if p.exists())
-
-
-def load(generator, source, version, lost=lambda bucket: bucket):
-    generator.begin_load(version)
-    for bucket in source.buckets("live", 2**14):
-        generator.take(lost(bucket))
-    return generator.end_load()
-
-
-def difference(generator, source):
-    """Largest difference of a token's log-prob, engine against trainer."""
-    ids = [20, 21, 22, 40, 7, 3, 90]
-    rows = source.logits(torch.tensor(ids))[:-1].log_softmax(-1)
-    expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    return float((torch.tensor(generator.logprobs([ids])[0][0]) - expected).abs().max())
-
-
-def sample(generator):
-    requests = [GenerationRequest((20, 21, 22), n, Sampling(8, ignore_eos=True)) for n in range(4)]
-    return [turn.ids for _, turn in sorted(generator.generate(requests), key=lambda pair: pair[0])]
 
 
 def left_of(old_pids):

