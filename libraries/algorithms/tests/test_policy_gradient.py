@@ -190,6 +190,7 @@ def test_generator_logprobs_are_needed_where_the_loss_says_so():
 
 
 def test_critic_warmup_is_exactly_n_steps():
+    """A warm-up of N froze the policy for N + 1 steps."""
     algorithm = build(Critic, critic_warmup=2)
     roles = [[u.role for u in algorithm.updates(step)] for step in range(4)]
     assert roles == [["critic"], ["critic"], ["critic", "policy"], ["critic", "policy"]]

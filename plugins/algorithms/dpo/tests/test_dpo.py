@@ -94,14 +94,6 @@ def test_metrics_by_hand():
     assert set(metrics) == {*expected, "loss", "loss/sigmoid"}
 
 
-def test_a_pair_with_an_answer_without_tokens_is_left_out_and_counted():
-    dpo = algorithm()
-    batch, metrics = dpo.assemble([pair(2, 0), pair(1, 1), pair(0, 0)])
-    assert (batch.units, metrics) == (1, {"pairs/left_out": 2.0})
-    assert dpo.assemble([pair(0, 3)]) == (None, {})
-    assert dpo.assemble(PAIRS)[1] == {}
-
-
 def test_the_reference_is_replaced_after_the_update():
     """The reference's log-probs are annotated before a step's updates: a snapshot in front would come too late."""
     dpo = algorithm(DPO.Config(snapshot_every=2))

@@ -1,4 +1,4 @@
-"""PPO: needs, conformance, warm-up of the critic."""
+"""PPO: needs and conformance."""
 
 from __future__ import annotations
 
@@ -25,10 +25,3 @@ def test_needs_a_critic_and_a_reference_only_for_kl():
     plain, with_kl = (TestPPO().build(c) for c in (PPO.Config(), PPO.Config(kl=KLConfig(coef=0.1))))
     assert [r.name for r in plain.needs().roles] == ["policy", "critic"]
     assert [r.name for r in with_kl.needs().roles] == ["policy", "reference", "critic"]
-
-
-def test_critic_warmup_is_exactly_n_steps():
-    """A warm-up of N froze the policy for N + 1 steps."""
-    algorithm = TestPPO().build(PPO.Config(critic_warmup=2))
-    trained = [[u.role for u in algorithm.updates(step)] for step in range(4)]
-    assert trained == [["critic"], ["critic"], ["critic", "policy"], ["critic", "policy"]]

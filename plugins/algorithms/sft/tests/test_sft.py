@@ -16,14 +16,6 @@ def example(mask, index=0):
     return Example(Row({}, "data", index), [TokenSequence([5 + i for i in range(len(mask))], list(mask))])
 
 
-def test_rows_without_a_trained_token_are_left_out():
-    algorithm = SFT(parts={"loss": NLL()})
-    batch = algorithm.assemble([example([False, True, True]), example([True, False]), example([False, False, True])])[0]
-    assert batch.units == 2  # the second row's only trained token is its first, which nothing predicts
-    assert batch.tok["loss_mask"].tolist() == [False, True, True, False, False, True]
-    assert algorithm.assemble([example([False, False])]) == (None, {})
-
-
 def test_only_a_policy_is_needed_and_trained_once():
     algorithm = SFT(parts={"loss": NLL()})
     needs, (update,) = algorithm.needs(), algorithm.updates(0)
