@@ -79,7 +79,7 @@ class TestTwoRanks(TrainerRanksContract):
             assert rank["same"]
             assert rank["unmoved"] == 0
             assert rank["left"] < 1e-6
-            assert rank["copies"] == [0, *rank["parameters"][1:]], "the first role has no second copies"
+            assert rank["copies"] == [0, *rank["parameters"][1:]], "only the plain policy has no second copies"
 
     @reads("refused")
     def test_groups_with_another_size_or_other_roles_are_refused(self, ranks):

@@ -81,19 +81,13 @@ class ZeroRanks(TrainerRankCases):
             port = str(place.getsockname()[1])
         return error_of(lambda: trainer(spec(self.folder, self.rank, 2, port), stage=2, timeout=2.0))
 
-    def case_refused(self) -> Any:
-        """Another group than the one that was joined, and roles that differ between the ranks."""
-        trainer(self.here(), stage=0)
-        wrong = (spec(self.folder), *(spec(self.folder, self.rank, *group) for group in ((2, "1"), (3, self.port))))
-        messages = [error_of(lambda wrong_spec=wrong_spec: trainer(wrong_spec, stage=0)) for wrong_spec in wrong]
-        return [*messages, error_of(lambda: trainer(self.here(head="scalar" if self.rank else "lm"), stage=0))]
-
     def case_hpz(self) -> Any:
-        """In one process: policy, critic and reference with second copies of their weights, and a policy without."""
+        """In one process: policy, critic and reference with second copies of their weights, and a policy without. This
+        case is the first with a group, because the first model of a process may have second copies."""
         options = {"stage": 3, "hpz_partition_size": 2}
-        plain, policy, critic = (
-            trainer(self.here(), stage=3),
+        policy, plain, critic = (
             trainer(self.here(), **options),
+            trainer(self.here(), stage=3),
             trainer(self.here(head="scalar"), **options),
         )
         reference = trainer(self.here(trained=False), **options)
@@ -117,6 +111,13 @@ class ZeroRanks(TrainerRankCases):
             ],
             "parameters": [len(instance.parameters) for instance in everyone],
         }
+
+    def case_refused(self) -> Any:
+        """Another group than the one that was joined, and roles that differ between the ranks."""
+        trainer(self.here(), stage=0)
+        wrong = (spec(self.folder), *(spec(self.folder, self.rank, *group) for group in ((2, "1"), (3, self.port))))
+        messages = [error_of(lambda wrong_spec=wrong_spec: trainer(wrong_spec, stage=0)) for wrong_spec in wrong]
+        return [*messages, error_of(lambda: trainer(self.here(head="scalar" if self.rank else "lm"), stage=0))]
 
 
 def error_of(call: Callable[[], Any]) -> str:

@@ -99,10 +99,13 @@ def quiet() -> Iterator[None]:
 
 def join_group(spec: ModelSpec, device: torch.device, seconds: float) -> None:
     """:func:`rlhf_modeling.sharded.process_group.join`, also for DeepSpeed. Otherwise DeepSpeed would create a second
-    group of all ranks, with a different timeout."""
+    group of all ranks, with a different timeout, and could create no group of some ranks before its first model."""
     join(spec, device, seconds)
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     groups._WORLD_GROUP = dist.group.WORLD
+    comm: Any = importlib.import_module("deepspeed.comm")
+    with quiet():
+        comm.init_distributed()
 
 
 @contextmanager
