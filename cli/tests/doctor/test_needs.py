@@ -5,9 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from rlhf_cli.doctor import needs
 from rlhf_runtime.config.load import load
 from rlhf_testing.tiny import tiny_model
+from safetensors.torch import save_file
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,6 @@ def run(**values):
 
 
 def test_a_models_size_is_read_from_headers(model):
-    import torch
     from transformers import AutoModelForCausalLM
 
     real = AutoModelForCausalLM.from_pretrained(model)
@@ -39,6 +40,25 @@ def test_a_models_size_is_read_from_headers(model):
     tensors = {t.data_ptr(): t.numel() for t in real.state_dict().values() if torch.is_tensor(t)}
     assert sizes["policy.model"].parameters == sum(tensors.values())
     assert sizes["policy.model"].bytes == sum(p.stat().st_size for p in model.glob("*.safetensors"))
+
+
+def adapter_of(base, folder):
+    """An adapter that PEFT wrote: it has no config.json."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    save_file({"a": torch.zeros(3)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_an_adapter_has_the_size_of_its_base(model, tmp_path):
+    names = {"local": model, "hub": "org/name", "absent": tmp_path / "no", "damaged": model}
+    folders = {name: adapter_of(base, tmp_path / name) for name, base in names.items()}
+    (folders["damaged"] / "adapter_model.safetensors").write_bytes(b"{}")
+    roles = {f"roles__{name}__model": folder for name, folder in folders.items()}
+    checks, sizes = needs.models(run(policy__model=model, **roles))
+    assert [check.status for check in checks] == ["ok", "ok", "skipped", "fail", "fail"]
+    assert sizes["roles.local.model"] == sizes["policy.model"]
+    assert "adapter_model.safetensors is not a safetensors file" in checks[-1].text
 
 
 def test_every_model_of_the_run_file_is_looked_at(model, tmp_path):

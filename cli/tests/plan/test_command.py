@@ -6,8 +6,10 @@ import json
 import re
 
 import pytest
+import torch
 from rlhf_cli.main import main
 from rlhf_testing.tiny import tiny_model
+from safetensors.torch import save_file
 
 CONFIG = {
     "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
@@ -115,6 +117,18 @@ def test_a_model_without_a_config(words, tmp_path, capsys):
     (tmp_path / "model" / "config.json").unlink()
     assert main(words) == 1
     assert "no config.json in" in capsys.readouterr().err
+
+
+def test_an_adapter_that_peft_wrote_is_planned_as_its_base(words, tmp_path, capsys):
+    """PEFT writes no config.json beside an adapter."""
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    adapter.mkdir()
+    settings = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "base_model_name_or_path": str(model)}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    save_file({"a": torch.zeros(3)}, adapter / "adapter_model.safetensors")
+    words = [str(adapter) if word == str(model) else word for word in words]
+    assert main([*words, "--device", "cpu", "--device-memory", "64GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["placement"][0]["parameters"] == 596_049_920
 
 
 def test_a_dry_run_says_the_same(tmp_path, capsys):

@@ -10,7 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from rlhf.errors import ModelError
 from rlhf.interfaces import Finding
+from rlhf_hub.adapter_folders import ADAPTER_WEIGHTS, adapter_of, require_base
 from rlhf_hub.other_formats import other_format
 from rlhf_hub.published import looks_local
 from rlhf_runtime.config.runfile import RunFile
@@ -44,8 +46,13 @@ def models(config: RunFile) -> tuple[list[Finding], dict[str, Weights]]:
             checks.append(Finding(place, "fail", *problem))
             continue
         try:
-            sizes[place] = read_model(Path(path).expanduser())
-        except (OSError, ValueError) as error:
+            base = base_of(path)
+            if not looks_local(base):
+                text = f"{path} is an adapter of {base}, a hub name, loaded from the hub or its cache at the start"
+                checks.append(Finding(place, "skipped", text))
+                continue
+            sizes[place] = read_model(Path(base).expanduser())
+        except (OSError, ValueError, ModelError) as error:
             fix = "copy or download the model's folder again, or correct its path"
             checks.append(Finding(place, "fail", f"{path}: {error}", fix))
             continue
@@ -63,6 +70,18 @@ def model_paths(config: RunFile) -> dict[str, str]:
         if reward.use.startswith("model:"):
             paths[f"reward.{number}"] = reward.use.removeprefix("model:")
     return paths
+
+
+def base_of(path: str) -> str:
+    """The base of an adapter's folder; any other path itself.
+
+    Raises ModelError, OSError or ValueError if the adapter cannot be used.
+    """
+    if (adapter := adapter_of(path)) is None:
+        return path
+    require_base(adapter)
+    _safetensors(adapter.folder / ADAPTER_WEIGHTS)
+    return adapter.base
 
 
 def read_model(folder: Path) -> Weights:

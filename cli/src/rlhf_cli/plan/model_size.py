@@ -34,10 +34,9 @@ def read_size(path: str, head: str = "lm", trust_remote_code: bool = False, imag
     from rlhf_modeling.images.architecture import language_model
     from transformers import AutoConfig
 
-    folder = Path(path).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ModelError(f"no config.json in {path}. {EXPECTED}")
     place = model_folder(path, code=trust_remote_code)
+    if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
+        raise ModelError(f"no config.json in {path}. {EXPECTED}")
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
