@@ -7,7 +7,7 @@ import json
 import pytest
 from rlhf.errors import ModelError
 from rlhf_hub.adapter_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_of, require_base
-from rlhf_hub.published import content_of
+from rlhf_hub.published import content_of, model_folder
 from rlhf_hub.upload import push
 
 
@@ -21,6 +21,18 @@ def test_slashes_of_a_revision_do_not_make_a_base_a_folder(tmp_path, base, is_fo
             require_base(adapter_of(str(tmp_path)))
     else:
         require_base(adapter_of(str(tmp_path)))
+
+
+def test_a_folder_of_models_is_no_model(tmp_path):
+    for name in ("model", "model-best", "rollouts"):
+        (tmp_path / name).mkdir()
+    assert model_folder(str(tmp_path)) == str(tmp_path)
+    for name in ("model", "model-best"):
+        (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=f"not a model, but holds models: {tmp_path}/model, {tmp_path}/model-best$"):
+        model_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert model_folder(str(tmp_path)) == str(tmp_path)
 
 
 def test_a_dangling_link_is_no_content(tmp_path):

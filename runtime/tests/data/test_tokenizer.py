@@ -38,6 +38,14 @@ def test_folder_without_tokenizer(tmp_path):
     assert "holds no tokenizer (none of tokenizer.json" in refused(tmp_path)
 
 
+def test_folder_of_a_run(tmp_path):
+    tiny_tokenizer(tmp_path / "model")
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "manifest.json").write_text("{}")
+    assert refused(tmp_path) == f"{tmp_path} is not a model, but holds models: {tmp_path / 'model'}"
+    assert "`rlhf export` writes the model of a run's checkpoint" in refused(tmp_path / "checkpoints" / "step-000001")
+
+
 def test_damaged_tokenizer(tmp_path):
     tiny_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")

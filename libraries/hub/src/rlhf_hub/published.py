@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf.errors import ModelError, did_you_mean
 
-from rlhf_hub.adapter_folders import adapter_of, require_base
+from rlhf_hub.adapter_folders import ADAPTER_CONFIG, adapter_of, require_base
 from rlhf_hub.hub import Commits, HubError, download, files_of, hub_name
 from rlhf_hub.other_formats import refuse_other_formats, refuse_other_weights_on_hub
 
@@ -23,6 +23,8 @@ SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 SETTINGS_BYTES, TEMPLATE_BYTES = 2**28, 2**20
 """Largest files of :data:`SETTINGS`, which are read whole, and of chat templates among them."""
 INDEX = "model.safetensors.index.json"
+_FILES_OF_A_MODEL = ("config.json", ADAPTER_CONFIG, "tokenizer.json", "tokenizer_config.json")
+"""A model's folder has at least one of these files, also if other files of it are missing."""
 BLOCK, BLOCKS = 2**12, 64
 """Bytes of a block, and number of blocks of a weights file, that :func:`content_of` reads."""
 
@@ -33,14 +35,15 @@ def looks_local(path: str) -> bool:
 
 
 def require_folder(path: str) -> None:
-    """Raises ModelError if the folder does not exist, with a list of the folders beside it, or if its weights are in
-    another format."""
+    """Raises ModelError if the folder does not exist, with a list of the folders beside it, if it only holds folders of
+    models, or if its weights are in another format."""
     folder = Path(path).expanduser()
     refuse_other_formats(path)
     if not folder.exists():
         siblings = _folders(folder.parent)
         note = f" In {folder.parent} there are: {', '.join(siblings[:20])}." if siblings else ""
         raise ModelError(f"the model folder {path} does not exist.{note}{did_you_mean(folder.name, siblings)}")
+    _refuse_folder_of_models(folder)
     if (adapter := adapter_of(path)) is not None:
         require_base(adapter)
 
@@ -80,6 +83,7 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
     if repo is None:
         folder = Path(path).expanduser()
         require_files(folder)
+        _refuse_folder_of_models(folder)
         if (adapter := adapter_of(path)) is not None and (weights or not adapter.has_config):
             require_base(adapter)
             return model_folder(adapter.base, weights, code)
@@ -237,6 +241,15 @@ def require_names(architectures: object, model: str) -> None:
             f"the config.json of {model!r}: architectures is {architectures!r}, but must be a list of class names, "
             'such as ["Qwen3ForCausalLM"]'
         )
+
+
+def _refuse_folder_of_models(folder: Path) -> None:
+    """Raises ModelError if a folder, such as that of a run, has no file of a model but folders with models."""
+    if any((folder / name).is_file() for name in _FILES_OF_A_MODEL):
+        return
+    names = [n for n in _folders(folder) if any((folder / n / name).is_file() for name in _FILES_OF_A_MODEL)]
+    if names:
+        raise ModelError(f"{folder} is not a model, but holds models: {', '.join(str(folder / n) for n in names[:20])}")
 
 
 def _not_published(name: str, error: HubError) -> str:

@@ -31,6 +31,11 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         require_folder(path)
     place = tokenizer_folder(path, code=trust_remote_code)
     if not has_tokenizer(place):
+        if not (Path(place) / "config.json").is_file():
+            raise ModelError(
+                f"{path} is not a model: it holds neither a config.json nor a tokenizer. `rlhf export` writes the "
+                "model of a run's checkpoint."
+            )
         raise ModelError(
             f"{path} holds no tokenizer (none of {', '.join(_FILES)}). Copy the tokenizer's files beside the model "
             "(`tokenizer.save_pretrained(folder)`)."
