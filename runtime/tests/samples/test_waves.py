@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -295,6 +296,19 @@ def test_a_request_that_the_runs_generator_refuses_fails_only_its_own_sample(mai
     groups = rollouts.run(rows(1, 1), 0, settings(abort_on_failure=False))
     assert [[t.status for t in g.trajectories] for g in groups] == [["ok", "failed"]] * 2
     assert "temperature is 0.001; it must be 0 (greedy) or from 0.01 to 2.0" in groups[0].trajectories[1].error
+
+
+@pytest.mark.parametrize(("ids", "words"), [([], "request 0 has no tokens"), ([5, 99], "has token 99; .* 0 to 98")])
+def test_a_context_that_no_model_reads_fails_only_its_own_sample(main, ids, words):
+    class Odd(Turns):
+        async def run(self, row, seed, ctx):
+            prompt = Turn(ids, False) if ctx.index[1] else ctx.encode_prompt(row)
+            return [prompt, await ctx.generate([prompt], ctx.sampling)]
+
+    rollouts = Rollouts(Odd(), CountingGenerator(), PlainTemplate(), OneForAll(), main, vocabulary=99)
+    groups = rollouts.run(rows(1, 1), 0, settings(abort_on_failure=False))
+    assert [[t.status for t in g.trajectories] for g in groups] == [["ok", "failed"]] * 2
+    assert re.search(words, groups[0].trajectories[1].error)
 
 
 def test_a_sample_that_asks_for_two_turns_at_once_is_refused(main):

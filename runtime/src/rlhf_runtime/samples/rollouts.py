@@ -57,12 +57,14 @@ class Rollouts:
         experts: ExpertLayers | None = None,
         agents: Sequence[str] = (),
         check: CheckSampling = check_sampling,
+        vocabulary: int | None = None,
     ) -> None:
         """
         Args:
             experts: expert layers of the policy, if recorded experts are replayed.
             agents: agents that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
             check: refuses what the generator cannot sample.
+            vocabulary: size of the policy's vocabulary in tokens; None: not known.
         """
         self.rollout, self.generator, self.template = rollout, generator, template
         self.scorer, self.main, self.open_env = scorer, main, open_env
@@ -72,6 +74,7 @@ class Rollouts:
         self.pool = pool
         """The generator, if requests are sent individually instead of in waves."""
         self.timeline, self.experts, self.agents, self.check = timeline, experts, agents, check
+        self.vocabulary = vocabulary
         self.sampled_tokens = 0
         """Number of tokens sampled for all training samples that have ended, including turns that the rollout did not
         return."""
@@ -191,9 +194,18 @@ class Rollouts:
         if index[1] < settings.demonstrations_per_group:
             return [Trajectory(row, self.template.encode_answer(row), index)]
         open_env = partial(self._env, slice)
-        needs_base = self.rollout.needs_base
         context = SampleContext(
-            self.template, open_env, index, settings, requests, self.scorer, log, slice, needs_base, self.check
+            self.template,
+            open_env,
+            index,
+            settings,
+            requests,
+            self.scorer,
+            log,
+            slice,
+            self.rollout.needs_base,
+            self.check,
+            self.vocabulary,
         )
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
         label = f"rollout {self.rollout.name!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import numbers
+import sys
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from rlhf.errors import EnvError, RewardError, RolloutError, boundary
 from rlhf.interfaces import Env, RolloutContext
-from rlhf.requests import check_sampling
+from rlhf.requests import check_request, check_sampling
 from rlhf.seeds import derive_seed
 from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 from rlhf.types.images import joined_images
@@ -47,11 +48,13 @@ class SampleContext(RolloutContext):
         slice: Slice,
         needs_base: bool = False,
         check: CheckSampling = check_sampling,
+        vocabulary: int | None = None,
     ) -> None:
-        """``needs_base``: :attr:`Rollout.needs_base`. ``check``: refuses what the generator cannot sample."""
+        """``needs_base``: :attr:`Rollout.needs_base`. ``check``: refuses what the generator cannot sample.
+        ``vocabulary``: size of the policy's vocabulary in tokens; None: not known."""
         self._template, self._open_env, self._index, self._settings = template, open_env, index, settings
         self._requests, self._scorer, self._log, self._slice = requests, scorer, log, slice
-        self._needs_base, self._check = needs_base, check
+        self._needs_base, self._check, self._vocabulary = needs_base, check, vocabulary or sys.maxsize
         self.gives_rewards = False
         """Whether the rollout scores answers itself."""
         self._envs: list[Env] = []
@@ -218,7 +221,10 @@ class SampleContext(RolloutContext):
             raise RolloutError(
                 f"the context has {len(images)} images, over data.max_images = {self._settings.max_images}"
             )
-        return GenerationRequest(ids, seed, sampling, images, base)
+        request = GenerationRequest(ids, seed, sampling, images, base)
+        # Checked here, as sampling parameters are. Whether there is a base was checked before the start.
+        check_request(turn_number, request, self._vocabulary, has_base=True)
+        return request
 
     async def _generate(self, batch: Mapping[int, GenerationRequest]) -> list[Turn]:
         self._generating = True

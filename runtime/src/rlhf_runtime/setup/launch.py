@@ -25,7 +25,7 @@ from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checks.parts import with_adapters
 from rlhf_runtime.config.placement import neighbours
 from rlhf_runtime.data.image_tokens import ImageTokens
-from rlhf_runtime.data.tokenizer import TokenDecoder, tokens_of
+from rlhf_runtime.data.tokenizer import TokenDecoder, embedding_rows, tokens_of
 from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.models.roles import Role, lend
 from rlhf_runtime.models.shared_devices import Phases
@@ -136,6 +136,7 @@ def launch_sampler(
         experts=roles["policy"].facts.experts,
         agents=episodes.agents if episodes is not None else (),
         check=prepared.check_sampling,
+        vocabulary=embedding_rows(prepared.tokenizer),
     )
     return Sampler(rollouts, weights, phases)
 
