@@ -28,8 +28,8 @@ def test_the_answers_of_a_large_evaluation_are_those_to_whole_prompts_of_all_sou
     (tmp_path / "step-000001.jsonl").write_text(text)
     rows = answer_rows(tmp_path / "step-000001.jsonl")
     assert len(rows) == pytest.approx(100, abs=20)
-    shown = {prompts[row] for row in rows}
-    assert {row for row, prompt in enumerate(prompts) if prompt in shown} == rows
+    numbers = {prompts[row] for row in rows}
+    assert {row for row, prompt in enumerate(prompts) if prompt in numbers} == rows
     assert (min(rows), max(rows)) == (0, len(prompts) - 1)
     (tmp_path / "empty.jsonl").write_text("")
     assert answer_rows(tmp_path / "empty.jsonl") == set()

@@ -185,8 +185,8 @@ def next_step(record: RunRecord) -> tuple[str, str] | None:
     output = f" --output {shlex.quote(str(record.path))}" if moved else ""
     last = record.option("run.stop_after")
     ends_here = state == "stopped" and type(last) is int and last <= record.steps_done
-    further = f" --run.stop_after {record.total_steps}" if ends_here else ""
-    return f"Continue {start}", f"rlhf train {shlex.quote(str(config))}{output} --resume{further}"
+    flag = f" --run.stop_after {record.total_steps}" if ends_here else ""
+    return f"Continue {start}", f"rlhf train {shlex.quote(str(config))}{output} --resume{flag}"
 
 
 def _print_heading(console: Console, text: str) -> None:

@@ -119,4 +119,5 @@ class Reward(Component):
     @abstractmethod
     def score(self, group: Group) -> list[RewardResult] | Awaitable[list[RewardResult]]:
         """One result per trajectory, in order. ``group.row`` is the whole data row. A wrong number of results, a value
-        that is not a number, or NaN is an error."""
+        that is not a number, or NaN is an error. So is a list ``group.trajectories`` that was sorted or filtered in
+        place."""

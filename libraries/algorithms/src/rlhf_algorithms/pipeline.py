@@ -41,7 +41,6 @@ Metrics = dict[str, float]
 
 MIN_VARIANCE = 1e-8
 NORMALISATIONS = ("none", "center", "whiten")
-"""What :attr:`Advantage.normalise` may be."""
 BLOCK, BLOCK_WITH_VALUES = 2**18, 2**22
 """Maximum number of values in a matrix [U, A] that an advantage receives. The first fits into a processor's cache. With
 values, the recursion goes from token to token and costs time per token position, so a block should hold many

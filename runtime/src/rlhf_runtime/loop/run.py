@@ -124,8 +124,8 @@ class Run:
     @property
     def outcome(self) -> str:
         """The status, with the samples that failed since the start or the resume."""
-        since = " since the resume" if self.progress.first else ""
-        return ", ".join([self.status, *(f"{failures}{since}" for failures in self.failures if failures.failed)])
+        scope = " since the resume" if self.progress.first else ""
+        return ", ".join([self.status, *(f"{failures}{scope}" for failures in self.failures if failures.failed)])
 
     @property
     def continue_with(self) -> str:

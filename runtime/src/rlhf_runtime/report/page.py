@@ -305,8 +305,8 @@ def answer_rows(path: Path) -> set[int]:
     groups = [line.partition(b",")[0] for line in lines]  # a line begins with the number of its group
     starts = [number for number, group in enumerate(groups) if number == 0 or group != groups[number - 1]]
     prompts = list(itertools.pairwise([*starts, len(lines)])) if lines else []
-    shown = spread(prompts, max(1, ANSWERS * len(prompts) // max(1, len(lines))))
-    return {line for first, last in shown for line in range(first, last)}
+    spans = spread(prompts, max(1, ANSWERS * len(prompts) // max(1, len(lines))))
+    return {line for first, last in spans for line in range(first, last)}
 
 
 def spread(values: Sequence[T], limit: int) -> list[T]:
