@@ -200,6 +200,16 @@ class TakesAnyHead(PlainTrainer):
         return None
 
 
+class RandomHead(PlainTrainer):
+    """Draws a new head from torch's global random state, as transformers does."""
+
+    def load_module(self):
+        module = super().load_module()
+        if not self.language_model:
+            torch.nn.init.normal_(module.score.weight)
+        return module
+
+
 def suite(cls):
     return type("Broken", (TrainerContract,), {"trainer": cls, "registered": False})()
 
@@ -229,6 +239,7 @@ def suite(cls):
         (EvaluatesIntoGradients, "test_evaluate", "changed the weight"),
         (ForgetsNothing, "test_zero_grad", "after zero_grad"),
         (TakesAnyHead, "test_frozen_head", "its head would be random"),
+        (RandomHead, "test_new_head", "draw it from spec.seed"),
     ],
 )
 def test_broken_trainer_fails_the_right_check(cls, check, message):

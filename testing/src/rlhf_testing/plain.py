@@ -30,6 +30,7 @@ from rlhf.interfaces.trainer import (
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, resolve_head
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask
+from rlhf.seeds import derive_seed
 from rlhf.types import Head
 from rlhf_modeling.pretrained import exporting
 from torch import Tensor, nn
@@ -75,7 +76,9 @@ class PlainTrainer(SharesModule, SendsWeights, TakesWeights, LendsHead, Trainer)
             return AutoModelForCausalLM.from_pretrained(self.spec.path, dtype=torch.float32).eval()
         labels = 1 if self.spec.role.head == "scalar" else int(self.spec.role.head.split(":")[1])
         auto = AutoModelForSequenceClassification
-        return auto.from_pretrained(self.spec.path, dtype=torch.float32, num_labels=labels).eval()
+        with torch.random.fork_rng(devices=[]):  # a head that the files lack depends on the seed only
+            torch.default_generator.manual_seed(derive_seed(self.spec.seed, "head/" + self.spec.role.name))
+            return auto.from_pretrained(self.spec.path, dtype=torch.float32, num_labels=labels).eval()
 
     def logits(self, ids_T: Tensor) -> Tensor:
         """[T] -> fp32 [T, V]: the logits after each token (or [T, labels] of a classification head)."""

@@ -117,6 +117,23 @@ class TrainerContract(TrainerStateChecks, Contract):
                 expect(False, f"{self.label(config)} {name} accepts a language model for a scalar role that is not "
                               "trained: its head would be random. Raise ModelError")  # fmt: skip
 
+    def test_new_head(self) -> None:
+        """A scalar head that the files of a language model lack depends on the spec only, so that runs with equal seeds
+        are equal."""
+        path, batch = model_path(self.architectures[0], "lm"), columns(fabricate.batch(1))
+        for config in self.grid():
+            values = []
+            for state in (1, 2):
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(state)
+                    trainer = self.make(config, head="scalar", path=path)
+                values.append(trainer.forward([batch], ("values",))[0]["values"])
+            expect(
+                torch.equal(*values),
+                f"{self.label(config)} a new scalar head depends on torch's global random state; draw it from "
+                "spec.seed (rlhf.seeds.derive_seed)",
+            )
+
     def test_packing(self) -> None:
         """Packed sequences do not attend to each other: together, alone and in any order they give the same outputs."""
         for config in self.grid():
