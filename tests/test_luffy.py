@@ -33,6 +33,8 @@ def test_the_first_sample_of_each_group_is_the_data_s_answer(shop: Workshop) -> 
         assert first["turns"][1]["text"] == second["turns"][1]["text"] == row["response"]
         assert first["reward"] == second["reward"] > 1
         assert answer["turns"][1]["logprobs"] is not None
+    texts = shop.command("samples", str(run.path), "--group", "8").out.split("\n\n")[1:]
+    assert ["the answer is from the data" in text for text in texts] == [True, True, False]
     lines = run.lines()
     assert all(0 < line["policy/demonstration_prob"] < 0.5 for line in lines)
     assert lines[-1]["eval/reward"] < 0.9

@@ -56,7 +56,8 @@ def _facts(sample: RecordedSample) -> str:
     rewards = [f"{name} {'none' if value is None else number(value)}" for name, value in sample.rewards.items()]
     facts += f": {', '.join(rewards)}" if rewards else ""
     turns = sum(turn.speaker == "policy" for turn in sample.turns)
-    return facts + f"; {sample.status}, {sample.length} tokens" + (f" in {turns} turns" if turns > 1 else "")
+    facts += f"; {sample.status}, {sample.length} tokens" + (f" in {turns} turns" if turns > 1 else "")
+    return facts + (", the answer is from the data" if sample.is_demonstration else "")
 
 
 def _numbers(sample: RecordedSample, full: bool) -> str:

@@ -228,8 +228,8 @@ class ShownSamples:
             "reward": sample.reward, "rewards": sample.rewards, "status": sample.status, "length": sample.length,
         }  # fmt: skip
         extras = {
-            "agent": sample.agent, "error": _cut(sample.error), "info": sample.info,
-            "values": of_tokens if with_tokens else {},
+            "agent": sample.agent, "from_data": sample.is_demonstration or None, "error": _cut(sample.error),
+            "info": sample.info, "values": of_tokens if with_tokens else {},
             "findings": {name: _cut(_words(finding)) for name, finding in sample.findings.items()},
             "advantage": sum(advantages) / len(advantages) if advantages else None,
         }  # fmt: skip

@@ -60,7 +60,7 @@ class RecordedSample:
     status: str
     error: str
     length: int
-    """Tokens that the policy sampled."""
+    """Tokens that the policy sampled, or of the data's answer."""
     info: dict[str, float] = field(default_factory=dict)
     """{name of the metric: number} for the sample."""
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -69,6 +69,8 @@ class RecordedSample:
     """The mean reward of the samples with the same prompt and agent."""
     agent: str = ""
     """The agent, if the policy plays several agents."""
+    is_demonstration: bool = False
+    """Whether the answer comes from the data."""
 
     @property
     def completion(self) -> str:
@@ -219,6 +221,7 @@ def _sample(line: Mapping[str, Any], step: int | None) -> RecordedSample:
         length=sum(len(turn["ids"]) for turn in turns if turn["sampled"]),
         info={name: float(value) for name, value in line["info"].items()},
         agent=agent_of(turns),
+        is_demonstration=any(turn.get("is_demonstration") for turn in turns),
         findings={name: dict(result["info"]) for name, result in line["rewards"].items() if result.get("info")},
     )
 

@@ -449,7 +449,7 @@ function sampleView(sample, withPrompt = true) {
       ["sample", `${wheres(sample)}, group ${sample.group}, sample ${sample.sample}, row ${sample.row} of ${sample.source}`],
       ["agent", sample.agent ?? ""], ["reward", sample.reward === null ? "none" : number(sample.reward)], ["by source", rewards.length ? rewards : ""],
       ["advantage", sample.advantage === undefined ? "" : number(sample.advantage)],
-      ["status", `${sample.status}, ${many(sample.length, "token")}`], ["error", sample.error], ["turns", marks.join("; ")], ["numbers", info],
+      ["status", `${sample.status}, ${many(sample.length, "token")}${sample.from_data ? ", the answer is from the data" : ""}`], ["error", sample.error], ["turns", marks.join("; ")], ["numbers", info],
     ]),
     withPrompt ? [make("h3", {}, "prompt"), promptView(sample.prompt)] : null,
     make("h3", {}, sample.turns.length > 1 ? "turns" : "answer"), turns);
