@@ -13,9 +13,9 @@ from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_modeling import export_files
 from rlhf_modeling.export_files import mend_generation, read_generation_config, token_classifier, try_export
-from rlhf_modeling.pretrained import load_tokenizer
+from rlhf_modeling.pretrained import exporting, load_tokenizer
 from rlhf_testing.tiny import tiny_model
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2_5OmniConfig, Qwen3Config
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,13 @@ def test_only_a_new_head_of_classes_is_exported_as_one_that_reads_every_token(ki
     """One that was loaded keeps its class: in another its labels would have a new bias."""
     module = SimpleNamespace(config=Qwen3Config(hidden_size=8, num_hidden_layers=1, vocab_size=16))
     assert token_classifier(SimpleNamespace(kind=kind, fresh_head=fresh, module=module)) == cls
+
+
+def test_an_export_keeps_the_attention_of_every_part_of_a_config() -> None:
+    """The vision encoder of DeepSeek-OCR-2 has a config inside that of the vision tower."""
+    config = Qwen2_5OmniConfig()
+    config._attn_implementation = "sdpa"
+    part = config.thinker_config.vision_config
+    with exporting(SimpleNamespace(config=config)):  # type: ignore[arg-type]
+        assert part._attn_implementation is None
+    assert part._attn_implementation == config._attn_implementation == "sdpa"

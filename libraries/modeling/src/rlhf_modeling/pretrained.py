@@ -136,8 +136,7 @@ def exporting(module: PreTrainedModel) -> Iterator[None]:
     programs do not know our functions."""
     from transformers import modeling_utils
 
-    parts = [module.config, *(getattr(module.config, name, None) for name in module.config.sub_configs)]
-    chosen = [(config, config._attn_implementation) for config in parts if config is not None]
+    chosen = [(config, config._attn_implementation) for config in _parts(module.config)]
     module.config._attn_implementation = None  # and of all parts
     # Our modules have no wrapper. To look for one, transformers imports DeepSpeed if it is installed, and everything
     # that DeepSpeed imports, which takes seconds at every start.
@@ -150,6 +149,14 @@ def exporting(module: PreTrainedModel) -> Iterator[None]:
         for config, name in chosen:  # a vision tower has a different one
             config._attn_implementation_internal = name
         modeling_utils.unwrap_model = unwrap
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A config and its parts, at every depth."""
+    yield config
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            yield from _parts(part)
 
 
 @contextmanager
