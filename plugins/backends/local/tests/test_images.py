@@ -9,6 +9,7 @@ from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_modeling.images.architecture import vision_parameters
+from rlhf_modeling.images.pixels import joined
 from rlhf_modeling.shared_prefixes import share_prefixes
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
@@ -73,6 +74,16 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(folder, family)
                 torch.testing.assert_close(gradients[name], expected, atol=TOLERANCE, rtol=0)
     assert set(gradients) <= {name for name, _ in plain.model.named_parameters()}
     assert any(gradients[name].abs().max() > 1e-3 for name in vision_parameters(trainer.module))
+
+
+def test_a_tensor_that_a_processor_leaves_out_for_some_images_is_read_from_the_others():
+    """DeepSeek-OCR-2 has local views of large images only."""
+    small = {"pixel_values": torch.zeros(1, 3, 2, 2), "num_local_patches": torch.tensor([0])}
+    large = {"pixel_values": torch.ones(1, 3, 2, 2), "num_local_patches": torch.tensor([2]), "local": torch.ones(2, 3)}
+    for images in ([small, large], [large, small]):
+        together = joined(images, torch.device("cpu"))
+        assert together["local"].shape == (2, 3)
+        assert together["num_local_patches"].tolist() == [int(i["num_local_patches"]) for i in images]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -73,8 +73,10 @@ class PixelReader:
 
 
 def joined(pixels: Sequence[Pixels], device: torch.device) -> Pixels:
-    """The arguments for several images. Tensors of images with different sizes are padded with zeros."""
-    return {name: _concatenated([values[name] for values in pixels]).to(device) for name in pixels[0]}
+    """The arguments for several images. Tensors of images with different sizes are padded with zeros. A processor may
+    leave out a tensor for some images, such as the parts of an image that it does not divide."""
+    names = dict.fromkeys(name for values in pixels for name in values)
+    return {name: _concatenated([values[name] for values in pixels if name in values]).to(device) for name in names}
 
 
 def _concatenated(parts: Sequence[Tensor]) -> Tensor:
