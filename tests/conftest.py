@@ -27,6 +27,13 @@ def shop(tiny: Workshop, tmp_path) -> Workshop:
     return Workshop(tmp_path, tiny.model, tiny.data)
 
 
+@pytest.fixture(scope="module")
+def place(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """A folder and a model for runs with vLLM, whose attention on a CPU needs heads of size 32 or more."""
+    folder = tmp_path_factory.mktemp("place")
+    return Workshop(folder, tiny_model(folder / "tiny", hidden=32, heads=2, kv_heads=1, head_dim=32), tiny.data)
+
+
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]) -> Say:
     """``say(*words)``: ``rlhf WORDS`` in this process."""

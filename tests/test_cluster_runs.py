@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 from rlhf_runtime.output.metrics import read_metrics
-from rlhf_testing.tiny import tiny_model
 
 from tests.continuous import check_ledger
 from tests.forks import Forks
@@ -97,20 +96,17 @@ class Training:
         return self.process.output[-6000:]
 
 
-@pytest.fixture(scope="module")
-def place(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """vLLM's attention on a CPU needs heads of size 32 or more."""
-    folder = tmp_path_factory.mktemp("cluster")
-    return Workshop(folder, tiny_model(folder / "tiny", hidden=32, heads=2, kv_heads=1, head_dim=32), tiny.data)
+def undisturbed_run(forks: Forks, place: Workshop, options: dict[str, Any]) -> Training:
+    """A finished run without failures."""
+    run = Training(forks, place, place.config("grpo", "whole", **options))
+    finished = run.finish()
+    assert finished.code == 0, finished.said
+    return run
 
 
 @pytest.fixture(scope="module")
 def undisturbed(forks: Forks, place: Workshop) -> Training:
-    """A finished run without failures."""
-    run = Training(forks, place, place.config("grpo", "whole", **CLUSTER))
-    finished = run.finish()
-    assert finished.code == 0, finished.said
-    return run
+    return undisturbed_run(forks, place, CLUSTER)
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +128,13 @@ def test_a_run_learns_and_proves_every_sync(whole):
     assert (whole.path / "model" / "config.json").exists()
 
 
-@pytest.mark.full
-def test_killed_workers_change_no_number(forks, place, whole):
+def kill_workers_and_resume(
+    forks: Forks, place: Workshop, options: dict[str, Any], baseline: Finished
+) -> tuple[Training, psutil.Process]:
     """A killed engine is replaced. A killed rank ends the run with its cause, and the run resumes exactly. Two
-    transports of weights are used: first a collective, then shared memory."""
-    config = place.config("grpo", "killed", **CLUSTER, sync={"transport": "broadcast"})
+    transports of weights are used: first a collective, then shared memory. Returns the failed run and the killed
+    rank."""
+    config = place.config("grpo", "killed", **options, sync={"transport": "broadcast"})
     run = Training(forks, place, config)
     with run.held_after(2):
         [engine] = run.workers(engines=True)
@@ -153,9 +151,37 @@ def test_killed_workers_change_no_number(forks, place, whole):
     assert "Traceback" not in failed.said
     resumed = Training(forks, place, config, "--resume", "--sync.transport", "shared").finish()
     assert resumed.code == 0, resumed.said
-    assert indices(resumed) == indices(whole)
-    assert resumed.rollouts() == whole.rollouts()
-    assert resumed.weights == whole.weights
+    assert indices(resumed) == indices(baseline)
+    assert resumed.rollouts() == baseline.rollouts()
+    assert resumed.weights == baseline.weights
+    return run, rank
+
+
+@pytest.mark.full
+def test_killed_workers_change_no_number(forks, place, whole):
+    kill_workers_and_resume(forks, place, CLUSTER, whole)
+
+
+def kill_a_rank_and_go_on_with_one(
+    forks: Forks, place: Workshop, config: dict[str, Any], *flags: str, **options: Any
+) -> Finished:
+    """A run of four steps on two ranks, of which one is killed. One rank resumes it, with the changed ``options``."""
+    run = Training(forks, place, config, *flags)
+    with run.held_after(2):
+        run.workers(engines=False)[1].kill()
+    failed = run.finish()
+    assert failed.code == 1, failed.said
+    assert "policy rank" in failed.said
+    assert "Traceback" not in failed.said
+    single_rank = merged(config, {"placement": {"policy": {"ranks": 1}}, **options})
+    resumed = Training(forks, place, single_rank, *flags, "--resume").finish()
+    assert resumed.code == 0, resumed.said
+    lines = resumed.lines()
+    assert [line["sync/version"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["sync/canary"] < 1e-5 for line in lines)
+    assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in lines)  # sampled with the weights of now
+    assert (resumed.path / "model" / "config.json").exists()
+    return resumed
 
 
 def test_no_process_and_file_of_a_run_is_left(undisturbed):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_testing.tiny import tiny_model
 
 from tests.forks import Forks
 from tests.runs import Workshop, merged
-from tests.test_cluster_runs import Training
+from tests.test_cluster_runs import kill_a_rank_and_go_on_with_one
 from tests.test_divided_layers import assert_equal
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
@@ -37,8 +35,7 @@ def test_recorded_rollouts(shop):
     assert_equal(shop.train("grpo", "replayed", **RAGGED, **zero, **replay), embedded)
 
 
-def test_a_rank_is_killed_and_the_run_goes_on_with_whole_rows(tiny: Workshop, tmp_path: Path, forks: Forks):
-    place = Workshop(tmp_path, tiny_model(tmp_path / "tiny", hidden=32, heads=2, kv_heads=1, head_dim=32), tiny.data)
+def test_a_rank_is_killed_and_the_run_goes_on_with_whole_rows(place: Workshop, forks: Forks):
     config = place.config(
         "grpo",
         "run",
@@ -49,18 +46,4 @@ def test_a_rank_is_killed_and_the_run_goes_on_with_whole_rows(tiny: Workshop, tm
         placement={"policy": {"ranks": 2}, "generator": {"ranks": 1, "share": "policy"}},
         checkpoint={"every": 1},
     )
-    run = Training(forks, place, config)
-    with run.held_after(2):
-        run.workers(engines=False)[1].kill()
-    failed = run.finish()
-    assert failed.code == 1, failed.said
-    assert "policy rank" in failed.said
-    assert "Traceback" not in failed.said
-    single_rank = merged(config, {"placement": {"policy": {"ranks": 1}}, "trainer": {"sequence_parallel": 1}})
-    resumed = Training(forks, place, single_rank, "--resume").finish()
-    assert resumed.code == 0, resumed.said
-    lines = resumed.lines()
-    assert [line["sync/version"] for line in lines] == [1, 2, 3, 4]
-    assert all(line["sync/canary"] < 1e-5 for line in lines)
-    assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in lines)  # sampled with the weights of now
-    assert (resumed.path / "model" / "config.json").exists()
+    kill_a_rank_and_go_on_with_one(forks, place, config, trainer={"sequence_parallel": 1})

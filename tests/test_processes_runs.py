@@ -8,11 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 from rlhf_runtime.output.metrics import read_metrics
-from rlhf_testing.tiny import tiny_model
 
 from tests.forks import Forks
 from tests.runs import Finished, Workshop, merged
-from tests.test_cluster_runs import CLUSTER, Training, indices
+from tests.test_cluster_runs import CLUSTER, Training, kill_workers_and_resume, undisturbed_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
@@ -20,17 +19,8 @@ PROCESSES = {**CLUSTER, "launcher": {"use": "processes", "cpus": 2}}
 
 
 @pytest.fixture(scope="module")
-def place(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    folder = tmp_path_factory.mktemp("processes")
-    return Workshop(folder, tiny_model(folder / "tiny", hidden=32, heads=2, kv_heads=1, head_dim=32), tiny.data)
-
-
-@pytest.fixture(scope="module")
 def undisturbed(forks: Forks, place: Workshop) -> Training:
-    run = Training(forks, place, place.config("grpo", "whole", **PROCESSES))
-    finished = run.finish()
-    assert finished.code == 0, finished.said
-    return run
+    return undisturbed_run(forks, place, PROCESSES)
 
 
 def leaves_nothing(run: Training) -> None:
@@ -50,29 +40,9 @@ def test_a_run_is_the_run_on_ray(forks, place, undisturbed):
 
 
 def test_killed_workers_change_no_number(forks, place, undisturbed):
-    """A killed engine is replaced. A killed rank ends the run with its cause, and the run resumes exactly."""
-    baseline = Finished(undisturbed.output, 0)
-    config = place.config("grpo", "killed", **PROCESSES, sync={"transport": "broadcast"})
-    run = Training(forks, place, config)
-    with run.held_after(2):
-        [engine] = run.workers(engines=True)
-        engine.kill()
-    with run.held_after(4):
-        assert engine not in run.workers(engines=True)
-        [_, rank] = run.workers(engines=False)
-        rank.kill()
-    failed = run.finish()
-    assert failed.code == 1
-    assert "The engine is replaced" in failed.said
-    assert f"(node 127.0.0.1, pid {rank.pid}) died during" in failed.said
-    assert "policy rank" in failed.said
-    assert "Traceback" not in failed.said
+    run, rank = kill_workers_and_resume(forks, place, PROCESSES, Finished(undisturbed.output, 0))
+    assert f"(node 127.0.0.1, pid {rank.pid}) died during" in run.said()
     leaves_nothing(run)
-    resumed = Training(forks, place, config, "--resume", "--sync.transport", "shared").finish()
-    assert resumed.code == 0, resumed.said
-    assert indices(resumed) == indices(baseline)
-    assert resumed.rollouts() == baseline.rollouts()
-    assert resumed.weights == baseline.weights
 
 
 def test_a_stopped_run_saves_and_resumes(forks, place, undisturbed):
