@@ -8,30 +8,22 @@ import pytest
 import torch
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
-from rlhf.types import Row, Snapshot, Update
-from rlhf.types.examples import Example
-from rlhf.types.examples import Sequence as TokenSequence
+from rlhf.types import Snapshot, Update
 from rlhf_plugin_dpo import DPO, DPOLoss
+
+from tests.support.pairs import pair
 
 
 def algorithm(config=None, **options):
     return DPO(config or DPO.Config(), {"loss": DPOLoss(DPOLoss.Config(**options))})
 
 
-def pair(chosen: int, rejected: int, index: int = 0) -> Example:
-    """A pair with answers of so many tokens behind a prompt of one."""
-    sides = [
-        TokenSequence(list(range(1, n + 2)), [False] + [True] * n, role) for role, n in enumerate((chosen, rejected))
-    ]
-    return Example(Row({}, "data", index), sides)
-
-
 # Two pairs: answers of 2 and 1 tokens, and of 1 and 3.
 PAIRS = [pair(2, 1), pair(1, 3, 1)]
 LOGP = torch.tensor([-1.0, -2.0, -4.0, -3.0, -1.0, -0.5, -1.5])
 REFERENCE = torch.tensor([-2.0, -2.0, -3.0, -2.0, -1.0, -1.5, -2.5])
-LOG_RATIOS = {"chosen": [1.0, -1.0], "rejected": [-1.0, 2.0]}
-"""Sums over tokens; the margins are 2 and -3, of the means 0.5 + 1 = 1.5 and -1 - 2/3 = -5/3."""
+"""The log-ratios of the answers, sums over tokens, are 1 and -1 for those chosen, -1 and 2 for those rejected. The
+margins are 2 and -3, of the means 0.5 + 1 = 1.5 and -1 - 2/3 = -5/3."""
 
 
 def measured(coef=None, **options):

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rlhf.ops.loss_value import evaluate, finish_sums
-from rlhf.ops.reduce import weigh
-from rlhf.types import Image, Row
+from rlhf.types import Image
 from rlhf.types.examples import Example
-from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_orpo import CLOSEST, ORPO, TEXT_MASK, ORPOLoss, log1mexp, log_odds
+
+from tests.support import pairs
 
 SCALES = [-1e-6, -1e-4, -1e-2, -0.5, -0.6931, -0.6932, -1.0, -5.0, -20.0, -87.0, -1e4]
 
@@ -47,21 +46,12 @@ def test_odds_of_a_certain_answer_are_bounded_with_a_gradient(logprob: float):
     assert log_odds(torch.tensor([CLOSEST])).item() == pytest.approx(value.item())
 
 
-def pair(prompt: int = 2, chosen: int = 2, rejected: int = 1, index: int = 0) -> Example:
-    sequences = [
-        TokenSequence([4] * (prompt + n), [False] * prompt + [True] * n, r) for r, n in enumerate((chosen, rejected))
-    ]
-    return Example(Row({}, "data", index), sequences)
+def pair(prompt=2, chosen=2, rejected=1, index=0):
+    return pairs.pair(chosen, rejected, index, prompt)
 
 
 def loss_of(logprobs, examples, **config):
-    """(loss, gradient per token under the loss's mask, metrics)."""
-    loss = ORPOLoss(ORPOLoss.Config(**config))
-    batch = weigh(ORPO(parts={"loss": loss}).assemble(examples)[0], loss.reduce())
-    logprobs_A = torch.tensor(logprobs, requires_grad=True)
-    total, sums = evaluate(loss, batch, {"logprobs": logprobs_A}, {}, {})
-    total.backward()
-    return float(total), logprobs_A.grad.tolist(), finish_sums(sums)
+    return pairs.loss_of(ORPO, ORPOLoss(ORPOLoss.Config(**config)), logprobs, examples)
 
 
 HALF, QUARTER = math.log(0.5), math.log(0.25)

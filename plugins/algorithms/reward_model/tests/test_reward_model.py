@@ -5,22 +5,16 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-from rlhf.ops.loss_value import evaluate, finish_sums
-from rlhf.ops.reduce import weigh
 from rlhf.types import Row
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_reward_model import PairwiseLoss, RewardModel
-from rlhf_testing.algorithm import AlgorithmContract
 
-
-class Suite(AlgorithmContract):
-    algorithm = RewardModel
+from tests.support import pairs
 
 
 def make(**config) -> RewardModel:
-    return Suite().build(RewardModel.Config(**config))
+    return RewardModel(RewardModel.Config(**config), parts={"loss": PairwiseLoss()})
 
 
 def pair(index: int = 0, masks=((False, True), (False, True, True)), **values) -> Example:
@@ -32,13 +26,7 @@ BATCH = make().assemble([pair()])[0]
 
 
 def loss_of(scores, examples, **config):
-    """(loss, gradient per score, metrics) of the pairs, chosen and rejected score after one another."""
-    loss = PairwiseLoss(PairwiseLoss.Config(**config))
-    batch = make().assemble(examples)[0]
-    scores_B = torch.tensor(scores, requires_grad=True)
-    total, sums = evaluate(loss, weigh(batch, loss.reduce()), {"scores": scores_B}, {}, {})
-    total.backward()
-    return float(total), scores_B.grad.tolist(), finish_sums(sums)
+    return pairs.loss_of(RewardModel, PairwiseLoss(PairwiseLoss.Config(**config)), scores, examples, "scores")
 
 
 @pytest.mark.parametrize("form", ["sigmoid", "logexp"])

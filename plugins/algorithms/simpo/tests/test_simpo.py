@@ -5,32 +5,18 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 from pydantic import ValidationError
-from rlhf.ops.loss_value import evaluate, finish_sums
-from rlhf.ops.reduce import weigh
-from rlhf.types import Row
-from rlhf.types.examples import Example
-from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_simpo import SimPO, SimPOLoss
+
+from tests.support import pairs
+from tests.support.pairs import pair
 
 CHOSEN, REJECTED = [-0.5, -1.5], [-1.0, -2.0, -3.0]
 """Log-probs of two answers, means -1 and -2."""
 
 
-def pair(chosen: int = 2, rejected: int = 3, index: int = 0) -> Example:
-    sequences = [TokenSequence([4] * (n + 1), [False] + [True] * n, r) for r, n in enumerate((chosen, rejected))]
-    return Example(Row({}, "data", index), sequences)
-
-
 def loss_of(logprobs, examples, **config):
-    """(loss, gradient per token, metrics); log-probs of chosen and rejected answers after one another."""
-    loss = SimPOLoss(SimPOLoss.Config(**config))
-    batch = weigh(SimPO(parts={"loss": loss}).assemble(examples)[0], loss.reduce())
-    logprobs_A = torch.tensor(logprobs, requires_grad=True)
-    total, sums = evaluate(loss, batch, {"logprobs": logprobs_A}, {}, {})
-    total.backward()
-    return float(total), logprobs_A.grad.tolist(), finish_sums(sums)
+    return pairs.loss_of(SimPO, SimPOLoss(SimPOLoss.Config(**config)), logprobs, examples)
 
 
 def test_the_loss_by_hand():
