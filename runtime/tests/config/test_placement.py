@@ -6,6 +6,7 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.launcher import check_workers
+from rlhf_runtime.config.components import dumped
 from rlhf_runtime.config.placement import divided, neighbours, placement
 from rlhf_runtime.config.sections import PlacementSection
 
@@ -35,6 +36,18 @@ def test_shared_devices_are_filled_where_ranks_are_not_set():
     message = r"1 ranks x 4 devices do not fit on the 2 ranks x 1 devices = 2 of 'policy'"
     with pytest.raises(ConfigError, match=message):
         places(policy={"ranks": 2}, generator={"devices": 4, "share": "policy"})
+
+
+def test_the_written_config_of_a_run_gives_the_same_places():
+    """It has the default of every field."""
+    sections = {
+        "policy": PlacementSection(ranks=2, devices=2),
+        "critic": PlacementSection(share="policy"),
+        "generator": PlacementSection(share="policy"),
+    }
+    written = {name: PlacementSection(**dumped(section)) for name, section in sections.items()}
+    assert "devices" in written["critic"].model_fields_set
+    assert placement(written, ROLES, generator=True) == placement(sections, ROLES, generator=True)
 
 
 def test_neighbours_are_on_the_same_devices():

@@ -36,7 +36,8 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
                     f"{label} shares with {section.share!r}, which shares with {host.share!r}: name {host.share!r} "
                     "itself in both."
                 )
-            elif "devices" in section.model_fields_set and name != GENERATOR:
+            # Not whether it was set: the config.toml of a run has the default of every field.
+            elif section.devices != PlacementSection().devices and name != GENERATOR:
                 problems.append(
                     f"{label}: it uses the devices of {section.share!r}; set only one of share and devices."
                 )
