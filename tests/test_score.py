@@ -63,6 +63,20 @@ def test_a_reward_may_have_the_name_of_their_sum(shop: Workshop, say: Say) -> No
     assert json.loads(stdout)["means"] == pytest.approx({"reward": 9 / 7, "weighted sum": 18 / 7})
 
 
+def test_a_trainer_whose_weights_no_generator_takes_scores(shop: Workshop, say: Say) -> None:
+    """Nothing is generated."""
+    judge = tiny_model(shop.folder / "judge", head="scalar", hidden=16, heads=2, kv_heads=1)
+    data = shop.rows("rows.jsonl", ROWS)
+    rewards = []
+    for trainer in ("torch", "fsdp"):
+        out = shop.folder / f"{trainer}.jsonl"
+        words = ("score", "--reward", f"model:{judge}", "--data", data, "-o", out, "--roles.reward_model.dtype", "fp32")
+        code, _, err = say(*words, "--trainer.use", trainer, "--trainer.device", "cpu")
+        assert code == 0, err
+        rewards.append([sample["reward"] for sample in lines(out)])
+    assert rewards[1] == pytest.approx(rewards[0], rel=1e-5)
+
+
 def test_the_first_rows_of_each_source_are_scored(shop: Workshop, say: Say) -> None:
     files = [str(shop.rows(f"{name}.jsonl", ROWS)) for name in ("one", "two")]
     sources = tuple(word for n, file in enumerate(files) for word in (f"--data.eval.{n}.path", file))

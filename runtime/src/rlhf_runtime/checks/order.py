@@ -53,7 +53,6 @@ SCORES: Sequence[Check] = (
     sampling.environment,
     sampling.concurrency,
     sections.reward_sources,
-    sampling.generator_capabilities,
     sections.evaluation,
 )
 """The same for a job that scores existing answers."""
