@@ -53,6 +53,14 @@ def test_a_run_whose_samples_depended_on_the_clock_can_be_repeated(shop: Worksho
     assert rerun.rollouts() == run.rollouts()
 
 
+def test_a_generator_without_a_copy_of_the_weights_replays_a_run_that_sent_weights(shop: Workshop) -> None:
+    """``[sync]`` says how the recorded samples were drawn."""
+    run = real_trainer(shop, "run", stream={"staleness": 2}, sync={"in_flight": "drain"})
+    rerun = replay(shop, run, "--launcher.use", "local", "--generator.use", "transformers")
+    assert rerun.code == 0, rerun.said
+    assert rerun.weights == run.weights
+
+
 @pytest.mark.parametrize("options", [{}, {"cpus": 2, "namespace": "mine"}], ids=["defaults", "options"])
 @pytest.mark.parametrize("trainer", ["torch", "deepspeed"])
 def test_a_run_of_other_plugins_is_replayed_here(shop: Workshop, options: dict[str, Any], trainer: str) -> None:

@@ -75,9 +75,10 @@ def trainer_capabilities(run: RunPlugins) -> list[str]:
 
 
 def sync(run: RunPlugins) -> list[str]:
-    """Options of ``[sync]`` that nothing reads."""
+    """Options of ``[sync]`` that nothing reads. In a replay they describe how the recorded samples were drawn."""
     problems, section, generator = [], run.config.sync, run.generator_class
-    if section != SyncSection() and (generator is None or not issubclass(generator, TakesTensors)):
+    is_sent = generator is not None and issubclass(generator, TakesTensors)
+    if section != SyncSection() and not is_sent and run.config.stream.replay is None:
         reason = (
             "this run has no generator"
             if generator is None
