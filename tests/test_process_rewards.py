@@ -118,6 +118,7 @@ def test_rlhf_eval_gives_the_metrics_that_the_run_reported(
     rows.write_text("".join(json.dumps(row) + "\n" for row in [*SOLUTIONS, {**right, "labels": [1]}]))
     shop = Workshop(tmp_path, trained[kind].path / "model", rows)
     words = ["--algo", "prm", "--model", str(shop.model), "--data", str(rows), "--data.bad_rows", "drop"]
+    words += ["--policy.dtype", "fp32"]  # as in the run, also on processors for which bf16 is chosen
     words += ["--algorithm.head", "lm", "--algorithm.label_tokens", '["+", "-"]'] if kind == "lm" else []
     metrics = json.loads(shop.command("eval", *words, "--json").out)
     reported = {name[5:]: value for name, value in trained[kind].lines()[-1].items() if name.startswith("eval/")}
