@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -251,26 +251,25 @@ class WeightSync:
 
 def proofs_of(generator: TakesTensors) -> list[Proof]:
     """The proofs of a load. Without one, nothing would show that the weights arrived."""
-    proofs: object = generator.end_load()
+    name, proofs = getattr(generator, "name", ""), generator.end_load()
     if not isinstance(proofs, list | tuple) or not proofs or not all(isinstance(proof, Proof) for proof in proofs):
         raise PluginInvalid(
-            f"end_load() of generator {generator.name!r} returned {brief(proofs)}; allowed: a list with one Proof for "
+            f"end_load() of generator {name!r} returned {brief(proofs)}; allowed: a list with one Proof for "
             "each process that holds weights"
         )
     return [*proofs]
 
 
-def check_answers(generator: TakesTensors, answers: object, canaries: Sequence[Canary]) -> None:
+def check_answers(generator: TakesTensors, answers: Any, canaries: Sequence[Canary]) -> None:
     """Raises PluginInvalid if the generator's log-probs are not one number for each token of each canary."""
     sizes = [len(canary.ids) - 1 for canary in canaries]
-    engines: Any = answers if isinstance(answers, Sized) and len(answers) else [None]
-    if not all(
-        isinstance(engine, Sized) and [len(row) if isinstance(row, Sized) else -1 for row in engine] == sizes
-        for engine in engines
-    ):
+    engines: Any = answers if isinstance(answers, Sized) and len(answers) else [[]]
+    rows = [engine if isinstance(engine, Iterable) else [] for engine in engines]
+    if not all([len(row) if isinstance(row, Sized) else -1 for row in engine] == sizes for engine in rows):
+        name = getattr(generator, "name", "")
         raise PluginInvalid(
-            f"logprobs() of generator {generator.name!r} returned {brief(answers)} for {len(sizes)} sequences; "
-            "allowed: [engine][sequence][token - 1], one number for each token of a sequence except the first"
+            f"logprobs() of generator {name!r} returned {brief(answers)} for {len(sizes)} sequences; allowed: "
+            "[engine][sequence][token - 1], one number for each token of a sequence except the first"
         )
 
 
