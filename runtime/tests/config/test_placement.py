@@ -45,9 +45,9 @@ def test_the_written_config_of_a_run_gives_the_same_places():
         "critic": PlacementSection(share="policy"),
         "generator": PlacementSection(share="policy"),
     }
-    written = {name: PlacementSection(**dumped(section)) for name, section in sections.items()}
-    assert "devices" in written["critic"].model_fields_set
-    assert placement(written, ROLES, generator=True) == placement(sections, ROLES, generator=True)
+    complete_sections = {name: PlacementSection(**dumped(section)) for name, section in sections.items()}
+    assert "devices" in complete_sections["critic"].model_fields_set
+    assert placement(complete_sections, ROLES, generator=True) == placement(sections, ROLES, generator=True)
 
 
 def test_neighbours_are_on_the_same_devices():
