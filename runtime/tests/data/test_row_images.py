@@ -100,9 +100,9 @@ def test_tokens_of_images_are_not_trained_on_and_the_answer_is(data, family):
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
 def test_images_after_the_last_trained_answer_are_left_out_with_their_messages(data, family):
-    later = [*USER, {**ANSWER, "weight": 0}]
+    last_messages = [*USER, {**ANSWER, "weight": 0}]
     names = ["red.png", "blue.jpg"]
-    row = {"messages": [*USER, ANSWER, *later], "images": [*names, *names]}
+    row = {"messages": [*USER, ANSWER, *last_messages], "images": [*names, *names]}
     rows = [row, {"messages": [*USER, ANSWER], "images": names}]
     demos = data(rows, "demonstrations", family, loss_on="assistant")
     sequences = [example.sequences[0] for example in demos.examples(demos.take(2))]

@@ -81,9 +81,9 @@ def test_a_tensor_that_a_processor_leaves_out_for_some_images_is_read_from_the_o
     small = {"pixel_values": torch.zeros(1, 3, 2, 2), "num_local_patches": torch.tensor([0])}
     large = {"pixel_values": torch.ones(1, 3, 2, 2), "num_local_patches": torch.tensor([2]), "local": torch.ones(2, 3)}
     for images in ([small, large], [large, small]):
-        together = joined(images, torch.device("cpu"))
-        assert together["local"].shape == (2, 3)
-        assert together["num_local_patches"].tolist() == [int(i["num_local_patches"]) for i in images]
+        arguments = joined(images, torch.device("cpu"))
+        assert arguments["local"].shape == (2, 3)
+        assert arguments["num_local_patches"].tolist() == [int(i["num_local_patches"]) for i in images]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

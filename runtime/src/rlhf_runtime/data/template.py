@@ -254,8 +254,8 @@ class Template(Prompts):
         # if the weights of their answers are 0.
         last = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
         end = self._missing_end(render.text[: render.answers[trained[-1]][1]])
-        kept = images[: len(images) - self.images.placeholders(ids[last:])]
-        return self.images.sequence([*ids[:last], *end], [*mask[:last], *(True for _ in end)], kept)
+        context_images = images[: len(images) - self.images.placeholders(ids[last:])]
+        return self.images.sequence([*ids[:last], *end], [*mask[:last], *(True for _ in end)], context_images)
 
     def _missing_end(self, text: str) -> list[int]:
         """The end token of the answer at the end of a render, if the template writes none. It is added because a sample
