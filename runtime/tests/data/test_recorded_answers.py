@@ -53,6 +53,16 @@ def test_answers_by_prompt_in_the_order_of_the_files(tmp_path):
     assert read_answers([second, run]).groups == [expected[3], *expected], "groups of two files are never joined"
 
 
+def test_answers_of_the_data_that_a_run_trained_on_are_left_out(tmp_path):
+    answer = sample((0, 0))
+    answer.turns[1].is_demonstration = True
+    run = read_answers([write(tmp_path / "step-000001.arrow", answer, sample((0, 1)))])
+    assert run.groups == [[RecordedAnswer(1, "p0", "yes", 0.5)]]
+    assert run.left_out == {"of the data, which the policy did not sample": 1}
+    scored = read_answers([write(tmp_path / "scored.jsonl", answer)])
+    assert (len(scored.groups[0]), scored.left_out) == (1, {})
+
+
 def test_prompts_may_be_messages(tmp_path):
     path = write(tmp_path / "f.jsonl", sample((0, 0)), prompt=lambda t: MESSAGES)
     assert read_answers([path]).groups == [[RecordedAnswer(0, MESSAGES, "yes", 0.5)]]

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf.errors import CheckpointError, DataError
 
+from rlhf_runtime.checkpoint.sample_table import SUFFIX
 from rlhf_runtime.checkpoint.saved_groups import agent_of, recorded
 from rlhf_runtime.data.image_files import data_url
 from rlhf_runtime.data.messages import places
@@ -56,8 +57,8 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
     """The answers in run directories, their ``rollouts`` folders, or single files of samples.
 
     An answer is one sampled turn after the prompt of a data row. Samples are left out and counted if they failed, are
-    empty, have several turns, have a prompt that an environment extended, or were cut off at their token budget,
-    because as text they would seem complete.
+    empty, have several turns, have a prompt that an environment extended, were cut off at their token budget, because
+    as text they would seem complete, or are answers of the data that a run trained on.
 
     Args:
         truncated: also take answers that were cut off.
@@ -76,6 +77,9 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
                     continue
                 record.answers += 1
                 reason = _unusable(line, truncated)
+                # In a file of `rlhf score` all answers are from the data.
+                if path.suffix == SUFFIX and any(turn.get("is_demonstration") for turn in line["turns"]):
+                    reason = "of the data, which the policy did not sample"
                 if reason:
                     record.left_out[reason] += 1
                     continue
