@@ -311,6 +311,18 @@ def test_a_context_that_no_model_reads_fails_only_its_own_sample(main, ids, word
     assert re.search(words, groups[0].trajectories[1].error)
 
 
+def test_a_returned_token_that_the_model_does_not_have_fails_its_sample(main):
+    class Odd(Turns):
+        async def run(self, row, seed, ctx):
+            turns = await super().run(row, seed, ctx)
+            return [*turns, Turn([98 + ctx.index[1]], False)]
+
+    rollouts = Rollouts(Odd(), CountingGenerator(), PlainTemplate(), OneForAll(), main, vocabulary=99)
+    groups = rollouts.run(rows(1), 0, settings(abort_on_failure=False))
+    assert [t.status for t in groups[0].trajectories] == ["ok", "failed"]
+    assert "with the token 99; allowed: 0 to 98, the tokens of the model" in groups[0].trajectories[1].error
+
+
 def test_a_sample_that_asks_for_two_turns_at_once_is_refused(main):
     """The composition of waves would depend on timing: on whether the other samples had already asked."""
 

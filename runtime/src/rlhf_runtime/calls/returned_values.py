@@ -110,18 +110,21 @@ def _allowed(agents: Sequence[str]) -> str:
     return f"allowed: {', '.join(map(repr, agents))}" if agents else "Env.agents() names no agents"
 
 
-def check_turns(turns: object, experts: ExpertLayers | None = None, agents: Sequence[str] = ()) -> list[list[Turn]]:
+def check_turns(
+    turns: object, experts: ExpertLayers | None = None, agents: Sequence[str] = (), vocabulary: int | None = None
+) -> list[list[Turn]]:
     """Returns the result of a rollout's ``run`` as a list of turns for each agent, in the order of ``agents``. Raises
     InvalidResult if it is not valid.
 
     Args:
         experts: expert layers of the policy, if recorded experts are replayed.
         agents: agents that the policy plays in the environment of the run (:meth:`rlhf.interfaces.Env.agents`).
+        vocabulary: size of the policy's vocabulary in tokens; None: not known.
     """
     if not isinstance(turns, list | tuple):
         raise InvalidResult(f"returned {brief(turns)}; allowed: a list of turns")
     for number, turn in enumerate(turns):
-        _check_turn(f"turn {number}", turn)
+        _check_turn(f"turn {number}", turn, vocabulary)
     conversations: dict[str, list[Turn]] = {agent: [] for agent in agents or ("",)}
     for number, turn in enumerate(turns):
         if turn.agent not in conversations:
@@ -229,13 +232,15 @@ def _check_step_reward(step: object, trajectory: Trajectory) -> tuple[int, int, 
     return turn, token, _number("a step reward with value (", value)
 
 
-def _check_turn(label: str, turn: object) -> None:
+def _check_turn(label: str, turn: object, vocabulary: int | None) -> None:
     if not isinstance(turn, Turn):
         raise InvalidResult(f"returned {brief(turn)} as {label}; allowed: a Turn")
     import numpy as np  # a worker process under another Python has no numpy, and checks no turns
 
-    if turn.ids and (lowest := np.frombuffer(turn.ids, "i").min()) < 0:
-        raise InvalidResult(f"returned {label} with the token {lowest}; allowed: integers >= 0")
+    ids = np.frombuffer(turn.ids or b"", "i")
+    if len(unknown := ids[(ids < 0) | (ids >= (vocabulary or math.inf))]):
+        allowed = "integers >= 0" if vocabulary is None else f"0 to {vocabulary - 1}, the tokens of the model"
+        raise InvalidResult(f"returned {label} with the token {unknown[0]}; allowed: {allowed}")
     if turn.is_demonstration:
         raise InvalidResult(
             f"returned {label} marked as a demonstration; the run itself replaces samples with answers of the data, if "

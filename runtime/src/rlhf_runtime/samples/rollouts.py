@@ -214,7 +214,7 @@ class Rollouts:
             with boundary(RolloutError, label):
                 async with asyncio.timeout(settings.deadline) as context.clock:
                     turns = await self.rollout.run(row, seed, context)
-            conversations = check_turns(turns, self.experts, self.agents)
+            conversations = check_turns(turns, self.experts, self.agents, self.vocabulary)
             context.check_training(turns)
         except FATAL:
             raise
