@@ -135,7 +135,9 @@ def test_rows_conversations_and_prompts(show):
     (prompt,) = report["shown"][0]["sequences"]
     assert "".join(prompt["texts"]) == "<|user|>hi<eos><|assistant|>"
     assert (prompt["trained"], any(prompt["mask"])) == (0, False)
-    assert "The policy answers where the text ends." in show("grpo", rows, model="chat")
+    out = show("grpo", rows, model="chat")
+    assert "The policy answers where the text ends." in out
+    assert "(from/value turns as messages); for rewards and environments only: id\n" in out
 
 
 def test_given_answers_that_are_learnt_from_are_shown_and_judged(show):

@@ -104,8 +104,9 @@ def _show(report: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     colour = console.is_terminal and not console.no_color
     console.print(f"{report['form']}, {report['template']} template", style="bold")
+    words = "for rewards and environments only" if report["form"] == "prompts" else "not used"
     for source in report["sources"]:
-        unused = f"; not used: {', '.join(c or repr(c) for c in source['unused'])}" if source["unused"] else ""
+        unused = f"; {words}: {', '.join(c or repr(c) for c in source['unused'])}" if source["unused"] else ""
         line = f"data.{source['use']} {source['name']!r}: {source['rows']} rows, read as {source['layout']}{unused}"
         console.print(Text(line))
     if report["end_note"]:
