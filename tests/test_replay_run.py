@@ -94,6 +94,15 @@ def test_a_replay_that_was_stopped_continues(shop: Workshop) -> None:
     assert rerun.weights == run.weights
 
 
+def test_a_replay_may_split_its_batches_otherwise(shop: Workshop) -> None:
+    """A run of a large device is replayed on a small one."""
+    run = shop.train("grpo", "run", policy={"micro_tokens": 4096})
+    rerun = replay(shop, run, "--policy.micro_tokens", "16", "--policy.gradient_checkpointing", "true")
+    assert rerun.code == 0, rerun.said
+    norm, original = (finished.lines()[-1]["policy/grad_norm"] for finished in (rerun, run))
+    assert norm == pytest.approx(original, rel=1e-4)  # sums of fp32 in another order
+
+
 def test_the_first_steps_of_a_run_that_broke_off_are_replayed(shop: Workshop) -> None:
     run = shop.train("grpo", "run")
     (run.path / "rollouts/step-000003.arrow").unlink()
@@ -124,8 +133,8 @@ def test_a_record_with_samples_that_are_too_old_is_named(shop: Workshop) -> None
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--sampling.temperature", "0.5"), "records a different run: [sampling] differ"),
-        (("--stream.staleness", "1"), "records a different run: [stream] differ"),
+        (("--sampling.temperature", "0.5"), "records a different run: sampling.temperature: was 1.0, now 0.5. Use its"),
+        (("--stream.staleness", "1"), "records a different run: stream.staleness: was 0, now 1. Use its"),
         (("--steps", "4"), "run.stop_after = 4, but the run has only run.steps = 3. Remove stop_after."),
         (("--run.seed", "5"), "was recorded with seed 1, but run.seed = 5"),
     ],

@@ -213,7 +213,8 @@ SECTIONS = (
     *("algorithm", "policy", "reference", "critic", "roles", "data", "sampling", "stream", "rollout", "env", "reward"),
     "curriculum",
 )
-"""Sections of the run file that determine which samples are drawn and what is learnt from them."""
+"""Sections of the run file that determine which samples are drawn and what is learnt from them. Options in them that a
+resume may change, such as ``policy.micro_tokens``, may differ in a replay, too."""
 
 
 def check_record(prepared: Prepared) -> None:
@@ -228,10 +229,11 @@ def check_record(prepared: Prepared) -> None:
     if folder.resolve() == Path(config.run.output).resolve():
         raise ConfigError(f"stream.replay and run.output are both {folder}. Set --run.output to another folder.")
     old_config = load(str(folder / "config.toml"))
-    if different := [name for name in SECTIONS if _section(old_config, name) != _section(config, name)]:
+    differences = compare({"config": _recorded(old_config)}, {"config": _recorded(config)})
+    if different := [str(difference) for difference in differences if difference.severity == "refuse"]:
         raise ConfigError(
-            f"stream.replay = {str(folder)!r} records a different run: [{'], ['.join(different)}] differ. Use its own "
-            f"run file: rlhf replay {folder}"
+            f"stream.replay = {str(folder)!r} records a different run: {'; '.join(different)}. Use its own run file: "
+            f"rlhf replay {folder}"
         )
     if old_config.run.seed != config.run.seed:
         raise ConfigError(
@@ -248,9 +250,10 @@ def check_record(prepared: Prepared) -> None:
         )
 
 
-def _section(run: RunFile, name: str) -> Any:
-    section: Any = run.model_dump(mode="json").get(name)
-    return {**section, "replay": None} if name == "stream" else section
+def _recorded(run: RunFile) -> dict[str, Any]:
+    """The :data:`SECTIONS` of a run file."""
+    sections = {name: section for name, section in run.model_dump(mode="json").items() if name in SECTIONS}
+    return sections | {"stream": {**sections["stream"], "replay": None}}
 
 
 def checkpoint_metadata(prepared: Prepared, policy: Role) -> dict[str, Any]:
