@@ -61,6 +61,33 @@ def test_finished_steps_are_saved_when_a_step_fails_before_its_update(shop: Work
     assert_same_run(shop.train("rloo", "run", "--resume", **algorithm), baseline)
 
 
+WRONG_LOSS = """
+from rlhf.interfaces import Loss
+from rlhf.types import LossOutput, Reduce
+
+class Wrong(Loss):
+    name = "wrong"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def reduce(self):
+        return {"nll": Reduce("token_mean")}
+
+    def __call__(self, x):
+        return LossOutput({"nll": x["logprobs"] + x["logprobs"].new_zeros(10_000)})
+"""
+
+
+def test_a_loss_that_raises_is_named_without_a_traceback(shop: Workshop) -> None:
+    loss = {"algorithm": {"loss": {"use": f"file:{shop.file('wrong.py', WRONG_LOSS)}"}}}
+    message = "the update of 'policy' with the loss 'wrong' raised RuntimeError: The size of tensor a"
+    error = refused(shop.run("sft", "wrong", **loss), message, code=1)
+    assert "wrong.py:15)" in error
+    held_out = {"data": {"eval": str(shop.data)}, "eval": {"at_start": True}}
+    refused(shop.run("sft", "held_out", **loss, **held_out), "the evaluation of 'policy' with the loss 'wrong'", code=1)
+
+
 @pytest.mark.parametrize("algorithm", ["rloo", "sft"])
 def test_a_step_is_saved_when_its_sync_fails(shop: Workshop, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
     evaluated = {"data": {"eval": str(shop.data)}, "eval": {"every": 2, "metric": "pass@1"}}

@@ -272,55 +272,32 @@ class Checks(CountingGenerator):
         return super().generate(requests)
 
 
-def test_a_request_that_no_generator_accepts_fails_only_its_own_sample(main):
+@pytest.mark.parametrize(
+    ("changes", "ids", "observation", "message"),
+    [
+        ({"stop": ("",)}, [5], [], r"sampling.stop is \('',\)"),
+        ({"temperature": 0.001}, [5], [], r"temperature is 0.001; it must be 0 \(greedy\) or from 0.01 to 2.0"),
+        ({}, [], [], "request 0 has no tokens"),
+        ({}, [5, 99], [], "has token 99; .* 0 to 98"),
+        ({}, [5], [98, 99], "returned turn 2 with the token 99; allowed: 0 to 98, the tokens of the model"),
+    ],
+)
+def test_what_the_model_or_the_generator_cannot_read_fails_only_its_own_sample(
+    main, changes, ids, observation, message
+):
     class Odd(Turns):
         async def run(self, row, seed, ctx):
-            sampling = replace(ctx.sampling, stop=("",)) if ctx.index[1] else ctx.sampling
-            prompt = ctx.encode_prompt(row)
-            return [prompt, await ctx.generate([prompt], sampling)]
-
-    groups, _ = run(main, rows(1, 1), Odd(), generator=Checks(), abort_on_failure=False)
-    assert [[t.status for t in g.trajectories] for g in groups] == [["ok", "failed"]] * 2
-    assert "sampling.stop is ('',)" in groups[0].trajectories[1].error
-
-
-def test_a_request_that_the_runs_generator_refuses_fails_only_its_own_sample(main):
-    class Cold(Turns):
-        async def run(self, row, seed, ctx):
-            sampling = replace(ctx.sampling, temperature=0.001) if ctx.index[1] else ctx.sampling
-            prompt = ctx.encode_prompt(row)
-            return [prompt, await ctx.generate([prompt], sampling)]
+            if not ctx.index[1]:
+                return await super().run(row, seed, ctx)
+            prompt = Turn(ids, False)
+            answer = await ctx.generate([prompt], replace(ctx.sampling, **changes))
+            return [prompt, answer, *([Turn(observation, False)] if observation else [])]
 
     check = partial(check_sampling, temperatures=(0.01, 2.0))
-    rollouts = Rollouts(Cold(), CountingGenerator(), PlainTemplate(), OneForAll(), main, check=check)
+    rollouts = Rollouts(Odd(), Checks(), PlainTemplate(), OneForAll(), main, check=check, vocabulary=99)
     groups = rollouts.run(rows(1, 1), 0, settings(abort_on_failure=False))
     assert [[t.status for t in g.trajectories] for g in groups] == [["ok", "failed"]] * 2
-    assert "temperature is 0.001; it must be 0 (greedy) or from 0.01 to 2.0" in groups[0].trajectories[1].error
-
-
-@pytest.mark.parametrize(("ids", "words"), [([], "request 0 has no tokens"), ([5, 99], "has token 99; .* 0 to 98")])
-def test_a_context_that_no_model_reads_fails_only_its_own_sample(main, ids, words):
-    class Odd(Turns):
-        async def run(self, row, seed, ctx):
-            prompt = Turn(ids, False) if ctx.index[1] else ctx.encode_prompt(row)
-            return [prompt, await ctx.generate([prompt], ctx.sampling)]
-
-    rollouts = Rollouts(Odd(), CountingGenerator(), PlainTemplate(), OneForAll(), main, vocabulary=99)
-    groups = rollouts.run(rows(1, 1), 0, settings(abort_on_failure=False))
-    assert [[t.status for t in g.trajectories] for g in groups] == [["ok", "failed"]] * 2
-    assert re.search(words, groups[0].trajectories[1].error)
-
-
-def test_a_returned_token_that_the_model_does_not_have_fails_its_sample(main):
-    class Odd(Turns):
-        async def run(self, row, seed, ctx):
-            turns = await super().run(row, seed, ctx)
-            return [*turns, Turn([98 + ctx.index[1]], False)]
-
-    rollouts = Rollouts(Odd(), CountingGenerator(), PlainTemplate(), OneForAll(), main, vocabulary=99)
-    groups = rollouts.run(rows(1), 0, settings(abort_on_failure=False))
-    assert [t.status for t in groups[0].trajectories] == ["ok", "failed"]
-    assert "with the token 99; allowed: 0 to 98, the tokens of the model" in groups[0].trajectories[1].error
+    assert re.search(message, groups[0].trajectories[1].error)
 
 
 def test_a_sample_that_asks_for_two_turns_at_once_is_refused(main):

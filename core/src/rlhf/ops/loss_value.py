@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from rlhf.errors import TrainingError, boundary
+from rlhf.errors import TrainingError
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.batch import Batch
 from rlhf.ops.losses import LossInput
@@ -79,8 +79,7 @@ def evaluate(
     """
     terms, over = loss.reduce(), over_mask(loss)
     x = LossInput(batch, outputs, loss.columns(), over, coef, live, loss.name)
-    with boundary(TrainingError, f"loss {loss.name!r}"):
-        result: LossOutput = loss(x)
+    result: LossOutput = loss(x)
     if not isinstance(result, LossOutput):
         raise TrainingError(
             f"loss {loss.name!r} returned {type(result).__name__}, not LossOutput({{term: values}}) with the terms "

@@ -207,18 +207,19 @@ def conversation(value: Any) -> Any:
         spoken = zip(("User", *pieces[::2]), (first, *pieces[1::2]), strict=True)
         return [{"role": name.lower(), "content": text.strip()} for name, text in spoken]
     if isinstance(value, str):
-        return _listed(value) or value
+        return _json_conversation(value) or value
     return [value] if is_turn(value) or is_messages([value]) else value
 
 
-def answer(value: Any) -> Any:
-    """Converts messages in JSON text to a list. Other values are returned unchanged: other JSON is itself an answer."""
-    messages = _listed(value) if isinstance(value, str) else None
+def answer(value: Any, chat: bool = True) -> Any:
+    """Converts messages in JSON text to a list if a chat template is used. Other values are returned unchanged: other
+    JSON is itself an answer."""
+    messages = _json_conversation(value) if chat and isinstance(value, str) else None
     is_chat = messages and all(isinstance(m, Mapping) and m.get("role") in ROLES and "content" in m for m in messages)
     return messages if is_chat else value
 
 
-def _listed(text: str) -> list[Any] | None:
+def _json_conversation(text: str) -> list[Any] | None:
     """The list of messages or turns in JSON text; None if the text is something else."""
     if not (text.lstrip().startswith("[") and ('"role"' in text or '"from"' in text)):
         return None

@@ -314,8 +314,7 @@ class _Case:
             yield from self._compared()
         margin = [{"margin": c} for c in self._choices("margin", ())] if "margin" in self.user_columns else [{}]
         for answers in self._join(pair, margin):
-            values = [self.row.get(answers.columns[k]) for k in ("chosen", "rejected")]
-            values = [*map(convert.answer, values)] if self.chat else values
+            values = [convert.answer(self.row.get(answers.columns[k]), self.chat) for k in ("chosen", "rejected")]
             if all(map(convert.is_turn, values)):
                 fronts = [{"messages": c} for c in self.columns if convert.is_turns(self.row.get(c))]
                 yield from self._join([answers.columns], fronts if self.chat else [], conversion="answers_in_turns")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlhf.errors import CapabilityError, RlhfError
+from rlhf.errors import CapabilityError, RlhfError, TrainingError, boundary
 from rlhf.interfaces import Algorithm, HasViews, Trainer
 from rlhf.ops.loss_value import finish_sums
 from rlhf.ops.reduce import weigh
@@ -124,7 +124,8 @@ def _losses(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[
             reader = role_of(roles, annotation.role, f"prepass() of loss {loss.name!r}")
             weighted = reader.annotate(weighted, [annotation])
         weighted = weigh(loss.prepare(weighted), loss.reduce())
-        means = finish_sums(roles[update.role].evaluate(weighted, loss, update))
+        with boundary(TrainingError, f"the evaluation of {update.role!r} with the loss {loss.name!r}"):
+            means = finish_sums(roles[update.role].evaluate(weighted, loss, update))
         prefix = "" if update.role == "policy" else f"{update.role}/"
         metrics |= {f"{prefix}{name}": value for name, value in (means | summary(loss, means)).items()}
     return metrics

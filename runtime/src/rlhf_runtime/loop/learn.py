@@ -104,7 +104,8 @@ def train(
             minibatch = reader.annotate(minibatch, [annotation])
         with boundary(TrainingError, f"loss {loss.name!r}"):
             minibatch = weigh(loss.prepare(minibatch), loss.reduce())
-        sums, result = role.update(minibatch, loss, update)
+        with boundary(TrainingError, f"the update of {update.role!r} with the loss {loss.name!r}"):
+            sums, result = role.update(minibatch, loss, update)
         if result.skipped:  # its sums may hold NaN, so they are not in the metrics
             skipped += 1
             keep_skipped(f"{update.role}: {result.skipped}", minibatch)

@@ -251,13 +251,13 @@ class Scorer:
             except InvalidResult as error:
                 raise RewardError(f"{reward}: score() {error}") from None
         # Other rewards score the group at the same time: none must see a list that this one has sorted.
-        own = replace(group, trajectories=[*group.trajectories])
+        copy = replace(group, trajectories=[*group.trajectories])
         try:
             async with self._turns[reward.name]:
                 with clock:
-                    scoring: Any = reward.instance.score(own)
+                    scoring: Any = reward.instance.score(copy)
                     results = await with_deadline(scoring, reward.deadline)
-                return check_results(results, group.trajectories, own.trajectories)
+                return check_results(results, group.trajectories, copy.trajectories)
         except DeadlineExpired:
             raise RewardError(
                 f"{reward}: score() took longer than its deadline of {reward.deadline:g} s and was cancelled. "
