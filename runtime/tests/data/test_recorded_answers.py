@@ -172,6 +172,7 @@ def test_a_prompt_is_recorded_as_text_or_messages(chars, chat):
     plain = Template(chars, DataSection(template="plain", system="add: ", input_template="{prompt} "))
     trajectory = Trajectory(row, [plain.encode_prompt(row)], (0, 0))
     assert plain.prompt_of(trajectory) == "add: 1+1= "
+    assert plain.prompt_of(Trajectory(row, plain.encode_opening(row, "now"), (0, 0))) is None
     template = Template(chat, DataSection(system="add"))
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}]
     assert template.prompt_of(Trajectory(row, [template.encode_prompt(row)], (0, 0))) == messages

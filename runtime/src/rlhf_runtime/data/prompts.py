@@ -101,6 +101,8 @@ class Prompts:
         row, turns = trajectory.row, trajectory.turns
         if not turns or turns[0].ids != self.encode_prompt(row).ids:
             return None
+        if len(turns) > 1 and not turns[1].sampled:  # the opening of an environment, in plain text
+            return None
         cells = self._cells(row)
         if self.chat is None:
             return self._plain_prompt(cells)
