@@ -166,6 +166,26 @@ def test_a_call_that_cannot_be_read_is_told(template, broken) -> None:
     assert trajectory.info["rollout/calls_unreadable"] == trajectory.info["rollout/calls/now"] == 1.0
 
 
+REFUSALS = {
+    "an id of nine characters, as in Mistral": ("m.tool_call_id is undefined or m.tool_call_id | length != 9", "tool"),
+    "a call before it, as in gpt-oss": ("not (messages | selectattr('tool_calls') | list)", "user"),
+}
+
+
+@pytest.mark.parametrize("condition", REFUSALS)
+def test_a_call_that_cannot_be_read_is_told_where_the_template_wants(tokenizer, condition) -> None:
+    refused, role = REFUSALS[condition]
+    raises = f"{{% if m.role == 'tool' and ({refused}) %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+    template = template_of(tokenizer, HERMES.replace("{% for m in messages %}", "{% for m in messages %}" + raises, 1))
+    text = "<tool_call>\n{</tool_call><eos>"
+    [trajectory], _ = play(template, config("now"), text, "sorry<eos>")
+    assert trajectory.status == "ok", trajectory.error
+    assert trajectory.turns[2].messages == ((role, UNREADABLE),)
+    [trajectory], _ = play(template, config("now"), call("now") + text, "sorry<eos>")
+    assert [role for role, _ in trajectory.turns[2].messages] == ["tool", "tool"]
+    assert UNREADABLE in trajectory.turns[2].text
+
+
 def test_the_last_turn_may_call_and_nothing_is_executed(template, tmp_path) -> None:
     file = tmp_path / "once.py"
     file.write_text(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from rlhf.errors import ConfigError, RolloutError
+from rlhf.errors import ConfigError, DataError, RolloutError
 from rlhf.interfaces import Rollout, RolloutContext
 from rlhf.types import Row, Sampling, Turn
 
@@ -19,6 +20,13 @@ from rlhf_plugin_tools.toolbox import Toolbox
 
 _LOG = logging.getLogger(__name__)
 UNREADABLE = "Error: a tool call could not be read. Write it whole, in the form that was described, with valid values."
+UNREADABLE_FORMS: tuple[dict[str, Any], ...] = (
+    {"role": "tool", "content": UNREADABLE},
+    {"role": "tool", "content": UNREADABLE, "tool_call_id": "nocall000"},
+    {"role": "user", "content": UNREADABLE},
+)
+"""The forms of this message. Mistral's chat templates refuse a result without an id of 9 letters and digits, that of
+gpt-oss refuses a result if no call precedes it."""
 
 
 class ToolsRollout(Rollout):
@@ -81,7 +89,7 @@ class ToolsRollout(Rollout):
             results = await toolbox.answer(answer.get("tool_calls") or [], counts)
             if ctx.has_unread_call(answer):
                 counts["calls_unreadable"] += 1
-                results.append({"role": "tool", "content": UNREADABLE})
+                results.append(_unreadable(ctx, messages, answer, results, tools))
             if not results:
                 break
             following = ctx.encode_following(messages, answer, results, tools)
@@ -125,6 +133,21 @@ async def _close_at_the_end(toolbox: Toolbox) -> None:
         await asyncio.Event().wait()
     finally:
         await toolbox.close()
+
+
+def _unreadable(
+    ctx: RolloutContext,
+    messages: Sequence[dict[str, Any]],
+    answer: dict[str, Any],
+    results: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """The first of :data:`UNREADABLE_FORMS` that the chat template accepts after the results of the other calls."""
+    for message in UNREADABLE_FORMS[:-1]:
+        with contextlib.suppress(DataError):
+            ctx.encode_following(messages, answer, [*results, message], tools)
+            return message
+    return UNREADABLE_FORMS[-1]
 
 
 def _room(turns: Sequence[Turn], ctx: RolloutContext) -> int:
