@@ -154,6 +154,22 @@ def test_several_calls_of_an_answer_are_executed_and_their_results_are_in_order(
     }
 
 
+def refusing(tokenizer, condition: str):
+    """A template that refuses messages with this condition."""
+    raises = f"{{% if {condition} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+    return template_of(tokenizer, HERMES.replace("{% for m in messages %}", "{% for m in messages %}" + raises, 1))
+
+
+def test_the_first_of_several_calls_is_executed_if_the_template_refuses_several(tokenizer) -> None:
+    """As those of Llama 3.1 to 3.3. The tokens of the other calls stay."""
+    template, text = refusing(tokenizer, "m.tool_calls and m.tool_calls | length > 1"), call("now") + call("now")
+    [trajectory], requests = play(template, config("now"), text + "<eos>", "It is noon.<eos>")
+    assert trajectory.status == "ok", trajectory.error
+    assert trajectory.info["rollout/calls/now"] == 1.0
+    assert trajectory.turns[2].messages == (("tool", "noon"),)
+    assert text in template.decode(requests[1][0])
+
+
 @pytest.mark.parametrize("broken", ['{"name": "now", "arguments": {', '{"name": "now"} {"x": 1}', "now()"])
 def test_a_call_that_cannot_be_read_is_told(template, broken) -> None:
     text = f"<tool_call>\n{broken}\n</tool_call>" + "<eos>"
@@ -175,8 +191,7 @@ REFUSALS = {
 @pytest.mark.parametrize("condition", REFUSALS)
 def test_a_call_that_cannot_be_read_is_told_where_the_template_wants(tokenizer, condition) -> None:
     refused, role = REFUSALS[condition]
-    raises = f"{{% if m.role == 'tool' and ({refused}) %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
-    template = template_of(tokenizer, HERMES.replace("{% for m in messages %}", "{% for m in messages %}" + raises, 1))
+    template = refusing(tokenizer, f"m.role == 'tool' and ({refused})")
     text = "<tool_call>\n{</tool_call><eos>"
     [trajectory], _ = play(template, config("now"), text, "sorry<eos>")
     assert trajectory.status == "ok", trajectory.error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from rlhf.errors import DataError
@@ -182,6 +183,8 @@ class ParsedAnswers:
         else:
             # Of the prompt only its end matters: whether it opens the reasoning.
             content, reasoning, calls = self._by_tags(self._text(turn.ids), self._text(prompt[-16:]), tools)
+        if len(calls) > 1 and not self._takes_several:
+            calls = calls[:1]
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -226,6 +229,17 @@ class ParsedAnswers:
         except DataError:
             return True  # it writes none, so none is learned
         return [call[:2] for call in read_calls(text, self._forms, {})[1]] == [("zqname", '{"zqkey": "zqtext"}')]
+
+    @cached_property
+    def _takes_several(self) -> bool:
+        """Whether the template accepts several calls in an answer. Those of Llama 3.1 to 3.3 refuse them."""
+        call = ("zqname", {"zqkey": "zqtext"})
+        for calls in ([call], [call, call]):
+            try:
+                self._render("", calls)
+            except DataError:
+                return len(calls) == 1  # a template that takes no call at all is refused by check_tools()
+        return True
 
     def check_tools(self) -> None:
         """Raises DataError if the chat template does not write the descriptions of tools, because the policy would not
