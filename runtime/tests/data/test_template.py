@@ -151,6 +151,18 @@ def test_observations_continue_as_the_template_would_have_rendered(chat, with_te
         assert template.observations.encode("ok?").text.strip().endswith("ok?" if tokenizer is chat else "assistant")
 
 
+@pytest.mark.parametrize("change", ["", " | trim", ".lstrip()", ".rstrip()"])
+def test_white_space_around_an_observation_is_written_as_the_template_writes_it(with_template, change):
+    """Llama 3 and Gemma remove it from every message."""
+    tokenizer = with_template(CHATML.replace("content", f"content{change}"))
+    template, text = Template(tokenizer, section()), " \n(Down)\nSFFF\n"
+    ids = template.encode_prompt(row(prompt="a")).ids + array("i", template.tokens.ids("4!<|im_end|>"))
+    ids += template.observations.encode(text).ids
+    expected = tokenizer.apply_chat_template(talk("a", "4!", text), tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+    assert (text in expected) == (change == "")
+
+
 def test_an_observation_after_an_answer_that_the_template_does_not_end(chat, monkeypatch):
     """The token after the answer opens the user's message."""
     monkeypatch.setattr(chat, "chat_template", chat.chat_template.replace(" + '<eos>'", ""))

@@ -14,6 +14,9 @@ from rlhf_runtime.data.row_images import RowImages
 from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
 from rlhf_runtime.data.written_parts import mark
 
+SPACE = " \n "
+"""White space around a text that shows whether the template removes it."""
+
 
 class Observations:
     """Encodes observations.
@@ -43,8 +46,10 @@ class Observations:
         if self._chat is None:
             return self._images.turn(self._tokens.ids_after(ANCHORS[0], self._images.marks(added) + text), images)
         frame = self._frame(self._chat, added)
+        body = text.lstrip() if frame.trims_start else text
+        body = body.rstrip() if frame.trims_end else body
         front = frame.prefix.partition(frame.end)[2] if closed and frame.end else frame.prefix
-        turn_text = f"{front}{text}{frame.suffix}"
+        turn_text = f"{front}{body}{frame.suffix}"
         ids = self._tokens.ids_after(frame.end, turn_text) if closed else self._tokens.ids(turn_text)
         return self._images.turn(ids, images, (("user", text),))
 
@@ -62,7 +67,8 @@ class Observations:
         """
         if images in self._frames:
             return self._frames[images]
-        content = with_images(mark(2), images) if images else mark(2)
+        text_with_space = f"{SPACE}{mark(2)}{SPACE}"
+        content = with_images(text_with_space, images) if images else text_with_space
         user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": content}
         prompt = chat.text([user], answer=True)
         # The second answer shows whether the template keeps reasoning in earlier answers. The frame is that of the
@@ -82,8 +88,15 @@ class Observations:
                 )
             if answer == mark(1):
                 front, _, rest = following.partition(mark(2))
+        trims_start, front = not front.endswith(SPACE), front.removesuffix(SPACE)
         end = chat.ends.token_in(front)  # or the token that opens the user message, if the template ends no answer
-        self._frames[images] = _Frame(end if end.endswith(chat.ends.tokens) else "", front, rest)
+        self._frames[images] = _Frame(
+            end if end.endswith(chat.ends.tokens) else "",
+            front,
+            rest.removeprefix(SPACE),
+            trims_start,
+            not rest.startswith(SPACE),
+        )
         return self._frames[images]
 
 
@@ -97,3 +110,7 @@ class _Frame:
     """Text from the end of an answer's text to the text of the user's next message. It begins with :attr:`end`."""
     suffix: str
     """Text from the end of the user's text to the start of the policy's answer."""
+    trims_start: bool
+    """Whether the template removes white space before the user's text (Llama 3, Gemma)."""
+    trims_end: bool
+    """Whether the template removes white space after the user's text."""
