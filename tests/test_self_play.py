@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rlhf_runtime.report.recorded_samples import read_samples
+from rlhf_testing.chat_templates import CHATML
 
 from tests.continuous import simulated
 from tests.runs import Workshop, assert_same_run, merged, read_rows
@@ -180,6 +181,19 @@ def test_both_seats_of_a_real_game_are_played_and_trained(shop: Workshop) -> Non
         assert [len(texts) for texts in answers] == [2, 2]
         assert answers[0][0] in second["turns"][1]["text"].rpartition("[Player 0]")[2]
         assert answers[1][0] in first["turns"][3]["text"].rpartition("[Player 1]")[2]
+
+
+def test_doctor_compares_the_prompt_of_each_agent_with_its_own(shop: Workshop) -> None:
+    """The second agent begins, with the row's prompt alone."""
+    text = GAME.replace('EnvStep("first:", agent="first")', 'EnvStep("", agent="second")')
+    text = text.replace("NAMES[turn % 2]", "NAMES[1 - turn % 2]")
+    method = game(shop, "rae")
+    method["env"]["use"] = f"file:{shop.file('second.py', text)}"
+    data = {"chat_template": str(shop.file("chat.jinja", CHATML))}
+    run = shop.train("grpo", "run", **method, data=data, trainer={"lr": 1e-2}, run={"steps": 8})
+    assert {s["agent"] for s in samples_of(run)} == {"first", "second"}
+    said = shop.command("doctor", str(run.path)).said
+    assert "the recorded prompts equal what the template renders now" in said
 
 
 def test_unfinished_games_of_a_continuous_stream_go_on_after_a_resume(shop: Workshop) -> None:

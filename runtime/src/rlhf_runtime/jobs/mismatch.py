@@ -31,7 +31,7 @@ from rlhf.types.arrays import int_array
 from torch import Tensor
 
 from rlhf_runtime.checkpoint import CheckpointStore
-from rlhf_runtime.checkpoint.saved_groups import read_groups, recorded, unit_of
+from rlhf_runtime.checkpoint.saved_groups import agent_of, read_groups, recorded, unit_of
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.template import Template
@@ -397,10 +397,14 @@ def _batches(
     Args:
         replays: whether the run's trainer replays the recorded experts.
     """
-    prompts = {tuple(line["index"]): line.get("prompt") for _, line in recorded(file) if line["sample"] is not None}
+    prompts = {
+        (*line["index"], agent_of(line["turns"])): line.get("prompt")
+        for _, line in recorded(file)
+        if line["sample"] is not None
+    }
     rendered, differing = [], 0
     for trajectory in trajectories:
-        prompt, turns = prompts.get(trajectory.index), trajectory.turns
+        prompt, turns = prompts.get((*trajectory.index, trajectory.agent)), trajectory.turns
         has_text_prompt = not turns[0].sampled and turns[1].sampled and not turns[0].images
         ids = _prompt_ids(template, prompt) if prompt is not None and has_text_prompt else None
         if ids and ids != list(turns[0].ids):
