@@ -193,6 +193,17 @@ def test_a_chat_is_shown_message_by_message(shop: Workshop, say: Say) -> None:
     assert "answering prompts" in err.splitlines()
 
 
+def test_an_episode_of_a_chat_is_shown_with_roles(shop: Workshop, say: Say) -> None:
+    """Also the messages of the environment."""
+    chat = tiny_model(shop.folder / "talks", hidden=16, heads=2, kv_heads=1, chat_template="default")
+    game = ["--rollout.use", "multi_turn", "--env.use", "number_game", "--env.max_turns", "2"]
+    rows = shop.rows("rows.jsonl", [{"prompt": "Play."}])
+    code, out, err = say("generate", "--model", chat, "--data", rows, *game, "--sampling.max_new_tokens", "3")
+    assert code == 0, err
+    roles = [line.split("]")[0] + "]" for line in out.splitlines() if line.startswith(("[user] ", "[assistant] "))]
+    assert roles == ["[user]", "[assistant]"] * 2
+
+
 @pytest.mark.parametrize("command", ["eval", "generate", "score"])
 def test_help_says_what_the_command_does_with_a_model_and_that_options_are_flags(
     command: str, capsys: pytest.CaptureFixture[str]

@@ -75,10 +75,13 @@ def conversation_text(prompt: str | Sequence[Mapping[str, Any]] | None, trajecto
     tokens, the messages would run together."""
     from rlhf_runtime.data.messages import text_of
 
-    if prompt is None or isinstance(prompt, str):
+    turns = trajectory.turns
+    if isinstance(prompt, str) or (prompt is None and not turns[0].messages):
         return f"{trajectory.prompt_text}{trajectory.completion}"
-    lines = [f"[{message.get('role', '?')}] {text_of(message.get('content') or '')}" for message in prompt]
-    return "\n".join([*lines, f"[assistant] {trajectory.completion}"])
+    messages = [(message.get("role", "?"), text_of(message.get("content") or "")) for message in prompt or ()]
+    for turn in turns[1:] if prompt else turns:
+        messages += [("assistant", turn.text)] if turn.sampled else turn.messages
+    return "\n".join(f"[{role}] {text}" for role, text in messages)
 
 
 @hookimpl
