@@ -192,8 +192,8 @@ def test_doctor_compares_the_prompt_of_each_agent_with_its_own(shop: Workshop) -
     data = {"chat_template": str(shop.file("chat.jinja", CHATML))}
     run = shop.train("grpo", "run", **method, data=data, trainer={"lr": 1e-2}, run={"steps": 8})
     assert {s["agent"] for s in samples_of(run)} == {"first", "second"}
-    said = shop.command("doctor", str(run.path)).said
-    assert "the recorded prompts equal what the template renders now" in said
+    report = shop.command("doctor", str(run.path)).said
+    assert "the recorded prompts equal what the template renders now" in report
 
 
 def test_unfinished_games_of_a_continuous_stream_go_on_after_a_resume(shop: Workshop) -> None:
