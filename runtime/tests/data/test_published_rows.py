@@ -50,6 +50,8 @@ def text(data, form):
         ("pairs", {"prompt": "q", "chosen": json.dumps([Q, A]), "rejected": json.dumps([Q, B])}, ANSWERED),
         ("demonstrations", {"prompt": "q", "response": json.dumps([A])}, ANSWERED),
         ("demonstrations", {"prompt": "q", "response": '[{"role": 1}]'}, ANSWERED.replace("a<", '[{"role": 1}]<')),
+        ("demonstrations", {"prompt": "q", "response": '[{"role": {}, "content": 1}]'},
+         ANSWERED.replace("a<", '[{"role": {}, "content": 1}]<')),
         # SWE-rebench-openhands-trajectories
         ("demonstrations", {"trajectory": [SYSTEM, Q, A], "resolved": 1}, INSTRUCTED + ANSWERED),
         # Capybara, the Cauldron and FineVision, COIG

@@ -215,8 +215,10 @@ def answer(value: Any, chat: bool = True) -> Any:
     """Converts messages in JSON text to a list if a chat template is used. Other values are returned unchanged: other
     JSON is itself an answer."""
     messages = _json_conversation(value) if chat and isinstance(value, str) else None
-    is_chat = messages and all(isinstance(m, Mapping) and m.get("role") in ROLES and "content" in m for m in messages)
-    return messages if is_chat else value
+    for m in messages or ():
+        if not (isinstance(m, Mapping) and str(m.get("role")) in ROLES and "content" in m):
+            return value
+    return messages or value
 
 
 def _json_conversation(text: str) -> list[Any] | None:
