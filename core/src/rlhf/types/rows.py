@@ -91,5 +91,8 @@ class Row:
     def __getitem__(self, name: str) -> Any:
         return self.columns[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
     def get(self, name: str, default: Any = None) -> Any:
         return self.columns.get(name, default)
