@@ -251,6 +251,10 @@ def case(call, columns=(), terms=None, live=None, b=None):
             (),
             "'token', 'sequence' or 'unit'",
         ),
+        *(
+            (lambda x, name=name: LossOutput({"t": x["logprobs"]}, {name: ("token", x["logprobs"])}), (), "Rename it")
+            for name in ("loss", "loss/t", "lr")
+        ),
     ],
 )
 def test_a_loss_that_breaks_its_declarations_is_refused(call, columns, message):

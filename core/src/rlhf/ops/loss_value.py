@@ -17,6 +17,8 @@ from rlhf.types import Head, LossOutput, Reduce
 
 LEVELS = ("token", "sequence", "unit")
 """Levels of metrics; others are masks of terms."""
+OF_THE_RUN = ("loss", "lr", "grad_norm", "skipped", "aux_loss")
+"""Metrics of an update that the run reports itself, beside ``loss/<term>``."""
 FILLER = "filler"
 """Unit column of fillers, which repeat units so that every rank has the same number of micro-batches. They have no
 weight and no metrics."""
@@ -114,13 +116,19 @@ def evaluate(
 
 
 def _metric_sums(loss: Loss, result: LossOutput, sizes: Mapping[str, int]) -> dict[str, tuple[Tensor, float]]:
-    """{metric: (sum, count)} of the metrics that the loss reports. Raises TrainingError if the sizes do not fit.
+    """{metric: (sum, count)} of the metrics that the loss reports. Raises TrainingError if the sizes do not fit, or
+    for a name of the run's own metrics.
 
     Args:
         sizes: {level: number of values}.
     """
     sums = {}
     for name, metric in result.metrics.items():
+        if name in OF_THE_RUN or name.startswith("loss/"):
+            raise TrainingError(
+                f"metric {name!r} of loss {loss.name!r} has the name of a metric that the run reports itself: "
+                f"{', '.join(OF_THE_RUN)}, loss/<term>. Rename it."
+            )
         if not isinstance(metric, tuple) or len(metric) not in (2, 3) or metric[0] not in sizes:
             raise TrainingError(
                 f"metric {name!r} of loss {loss.name!r} must be (level, values) or (level, values, where) with "

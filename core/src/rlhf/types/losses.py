@@ -79,4 +79,5 @@ class LossOutput:
     """{name: (level, values)}: reported as the mean over all tokens, sequences or units of the optimizer batch. {name:
     (level, values, where)}: the mean only where the bool ``where`` is True; not reported if it is True nowhere. The
     level may also be the mask of a term with its own mask. The values are then per token under that mask, and are not
-    reported if there is none."""
+    reported if there is none. The run itself reports ``loss``, ``loss/<term>``, ``lr``, ``grad_norm``, ``skipped`` and
+    ``aux_loss``, so these names are refused."""
