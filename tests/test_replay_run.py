@@ -33,6 +33,8 @@ def test_a_replay_in_one_process_ends_with_the_same_weights(shop: Workshop, algo
     assert rerun.code == 0, rerun.said
     assert rerun.weights == run.weights
     assert learnt(rerun) == learnt(run)
+    assert all("epoch" in line for line in run.lines())
+    assert not any("epoch" in line for line in rerun.lines()), "no row is drawn"
     assert rerun.rollouts() == run.rollouts()
 
 

@@ -231,7 +231,8 @@ class Run:
             )
         elif self.data.chosen is not None:
             metrics |= self.data.chosen.metrics()
-        metrics["epoch"] = self.data.epoch
+        if self.config.stream.replay is None:  # a replay draws no rows
+            metrics["epoch"] = self.data.epoch
         if self.config.data.too_long == "drop":
             metrics["data/dropped"] = float(self.data.dropped)
         if self.config.data.bad_rows == "drop":
