@@ -63,6 +63,15 @@ def test_a_reward_may_have_the_name_of_their_sum(shop: Workshop, say: Say) -> No
     assert json.loads(stdout)["means"] == pytest.approx({"reward": 9 / 7, "weighted sum": 18 / 7})
 
 
+@pytest.mark.parametrize("words", [("score", "-o", "scored.jsonl"), ("rewards", "try", "--html", "page.html")])
+def test_the_columns_that_were_found_are_said_once(shop: Workshop, say: Say, words: tuple[str, ...]) -> None:
+    data = shop.rows("rows.jsonl", [{"instruction": "1+2=", "input": "", "response": "3"}])
+    command = (*words[:-1], shop.folder / words[-1], "--model", shop.model, "--data", data)
+    code, _, err = say(*command, "--reward", f"file:{shop.file('reward.py', LENGTH)}")
+    assert code == 0, err
+    assert err.count("is read as") == err.count("data.eval 'rows'") == 1
+
+
 def test_a_trainer_whose_weights_no_generator_takes_scores(shop: Workshop, say: Say) -> None:
     """Nothing is generated."""
     judge = tiny_model(shop.folder / "judge", head="scalar", hidden=16, heads=2, kv_heads=1)

@@ -88,7 +88,7 @@ def score_answers(
     Raises ConfigError, PluginError, DataError, ModelError or RewardError, which say what to change.
     """
     plugins_of_run, data = prepare(config, plugins)
-    for text in data.notes:
+    for text in data.eval_notes:
         note(text)
     sources = data.sources["eval"]
     answers = DatasetAnswers(sources, columns, data.template, plugins_of_run.config.data)

@@ -66,7 +66,7 @@ def try_rewards(
     of a reward is part of the trial.
     """
     plugins_of_run, data = prepare(config, plugins)
-    for text in data.notes:
+    for text in data.eval_notes:
         note(text)
     sources, left_out = data.sources["eval"], Counter[str]()
     if file is None:

@@ -97,6 +97,11 @@ class TrainData:
         """``train`` and ``eval``, each source with its layout."""
         return {"train": self._train, "eval": self._eval}
 
+    @property
+    def eval_notes(self) -> list[str]:
+        """:attr:`notes` without those on training rows, for commands whose rows are both."""
+        return [note for note in self.notes if not note.startswith("data.train ")]
+
     @cached_property
     def has_images(self) -> bool:
         """Whether the run may have images and a row of a source has one, or the source has a column of images."""

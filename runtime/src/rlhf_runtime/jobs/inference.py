@@ -55,9 +55,8 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampl
     run = job_plugins(_rows_to_answer(config), plugins, AnswerJob(), PARTS, scored, commits)
     check(run, ANSWERS)
     prepared = prepare_run(run, plugins)
-    for note in prepared.data.notes:
-        if not note.startswith("data.train "):  # training rows are not read here
-            _say(note)
+    for note in prepared.data.eval_notes:
+        _say(note)
     launcher = prepared.parts["launcher"].build()
     assert prepared.rollout is not None, "rollouts answer prompts"
     with ExitStack() as resources:
@@ -126,9 +125,8 @@ def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
                 f"role used in training: --{section}.model PATH."
             )
     prepared = prepare_run(run, plugins)
-    for note in prepared.data.notes:
-        if not note.startswith("data.train "):  # the same rows
-            _say(note)
+    for note in prepared.data.eval_notes:
+        _say(note)
     held_out = prepared.data.eval_rows(config.eval.max_rows)
     launcher = prepared.parts["launcher"].build()
     with ExitStack() as resources:
