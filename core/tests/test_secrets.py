@@ -1,5 +1,5 @@
 import pytest
-from rlhf.samples import first_samples
+from rlhf.samples import first_samples, sample_table
 from rlhf.secrets import find_secrets, redact
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 
@@ -79,3 +79,16 @@ def test_first_samples_show_many_prompts():
     first = samples[0]
     assert (first.prompt, first.completion, first.rewards, first.tokens) == ("p0", "a00", "math 1, style none", 2)
     assert len(first_samples(groups, 99)) == 6
+
+
+def test_a_table_of_samples_names_the_agents_of_a_game():
+    def trajectory(agent):
+        turns = [Turn([1], False, text="p", agent=agent), Turn([2], True, text="a", agent=agent)]
+        return Trajectory(row, turns, (0, 0), reward=1.0)
+
+    row = Row({}, "gsm", 0)
+    columns, rows = sample_table(first_samples([Group(row, 0, [trajectory("white"), trajectory("black")])], 2))
+    assert [row[columns.index("agent")] for row in rows] == ["white", "black"]
+    columns, rows = sample_table(first_samples([Group(row, 0, [trajectory("")])], 2))
+    assert columns == ["group", "sample", "source", "prompt", "completion", "reward", "rewards", "status", "tokens"]
+    assert rows == [[0, 0, "gsm", "p", "a", 1.0, "", "ok", 1]]

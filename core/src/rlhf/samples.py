@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from rlhf.types import Group
 
@@ -51,3 +52,9 @@ def first_samples(groups: Sequence[Group], count: int) -> list[Sample]:
         )
         for _, _, t in ordered[:count]
     ]
+
+
+def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
+    """(columns, rows): the fields of samples. The column ``agent`` is absent if the policy plays a single agent."""
+    columns = [f.name for f in fields(Sample) if f.name != "agent" or any(s.agent for s in samples)]
+    return columns, [[getattr(s, column) for column in columns] for s in samples]

@@ -1,5 +1,7 @@
 """Real event files, read back with TensorBoard's own reader."""
 
+from dataclasses import replace
+
 from rlhf.interfaces import RunInfo
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_tensorboard.observer import TensorBoardConfig, TensorBoardObserver
@@ -16,6 +18,12 @@ def groups():
     row = Row({}, "gsm", 0)
     turns = [Turn([1], False, text="2+2?\n<script>"), Turn([2], True, text="vier | 4")]
     return [Group(row, 0, [Trajectory(row, turns, (0, 0), rewards={"math": RewardResult(1.0)}, reward=1.0)])]
+
+
+def of_agents():
+    row, turns = Row({}, "game", 0), [Turn([1], False, text="your move"), Turn([2], True, text="e4")]
+    agents = [[replace(turn, agent=agent) for turn in turns] for agent in ("white", "black")]
+    return [Group(row, 0, [Trajectory(row, turns, (0, 0), reward=1.0) for turns in agents])]
 
 
 def start(output, first_step=0, config=None, total=9):
@@ -59,6 +67,14 @@ def test_scalars_samples_and_config_are_read_back(tmp_path):
     ((_, config),) = texts(events, "config")
     assert '"weight": 0.5' in config
     assert "secret" not in config
+
+
+def test_samples_of_several_agents_are_told_apart(tmp_path):
+    observer = start(tmp_path)
+    observer.rollouts_finished(1, of_agents())
+    observer.run_ended("finished")
+    ((_, table),) = texts(read(tmp_path), "rollouts")
+    assert table.splitlines()[2:] == [f"| 1.0 | your move | e4 |  | ok | 1 | {name} |" for name in ("white", "black")]
 
 
 def test_steps_that_a_resume_repeats_are_not_shown_twice(tmp_path):

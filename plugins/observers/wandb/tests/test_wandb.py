@@ -95,7 +95,9 @@ def test_an_offline_run_holds_metrics_config_and_samples(tmp_path):
     assert ["rollouts" in line or any("rollouts" in key for key in line) for line in lines] == [True, False, True]
     (first, _) = sorted((folder / "files" / "media" / "table").glob("rollouts_*.json"))
     table = json.loads(first.read_text())
+    assert table["columns"][:3] == ["step", "group", "sample"]
     row = dict(zip(table["columns"], table["data"][0], strict=True))
+    assert (row["step"], row["tokens"]) == (1, 1)
     assert (row["prompt"], row["completion"], row["reward"], row["rewards"]) == ("2+2?", "vier", 1.0, "math 1")
     uploaded = "".join(str(record) for record in records(folder))
     assert "my run" in uploaded

@@ -106,7 +106,10 @@ class SwanLabObserver(Observer):
             import swanlab
 
             samples = [
-                swanlab.Text(f"{s.prompt}\n---\n{s.completion}", caption=f"reward {s.reward} ({s.rewards}), {s.status}")
+                swanlab.Text(
+                    f"{s.prompt}\n---\n{s.completion}",
+                    caption=f"{s.agent and f'{s.agent}: '}reward {s.reward} ({s.rewards}), {s.status}",
+                )
                 for s in first_samples(groups, self.config.samples)
             ]
             self._run.log({"rollouts": samples}, step=step)

@@ -94,11 +94,10 @@ def _text(tag: str, markdown: str) -> Any:
 
 
 def _table(samples: Sequence[Sample]) -> str:
-    rows = ["| reward | prompt | completion | rewards | status | tokens |", "|---|---|---|---|---|---|"]
-    for s in samples:
-        cells = [s.reward, s.prompt, s.completion, s.rewards, s.status, s.tokens]
-        rows.append("| " + " | ".join(_cell(str(cell)) for cell in cells) + " |")
-    return "\n".join(rows)
+    names = ["reward", "prompt", "completion", "rewards", "status", "tokens"]
+    names += ["agent"] if any(s.agent for s in samples) else []
+    rows = [names, ["---"] * len(names), *([_cell(str(getattr(s, name))) for name in names] for s in samples)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def _cell(text: str) -> str:

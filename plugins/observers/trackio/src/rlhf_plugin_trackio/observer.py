@@ -16,11 +16,9 @@ from typing import Annotated, Any
 from pydantic import Field
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
-from rlhf.samples import first_samples
+from rlhf.samples import first_samples, sample_table
 from rlhf.secrets import redact
 from rlhf.types import Group
-
-_COLUMNS = ["group", "sample", "source", "prompt", "completion", "reward", "rewards", "status", "tokens"]
 
 
 class TrackioConfig(ComponentConfig):
@@ -88,11 +86,8 @@ class TrackioObserver(Observer):
             return
         import trackio
 
-        rows = [
-            [s.group, s.sample, s.source, s.prompt, s.completion, s.reward, s.rewards, s.status, s.tokens]
-            for s in first_samples(groups, self.config.samples)
-        ]
-        self._table = trackio.Table(columns=[*_COLUMNS], data=rows)
+        columns, rows = sample_table(first_samples(groups, self.config.samples))
+        self._table = trackio.Table(columns=columns, data=rows)
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
         line: dict[str, Any] = {name: value for name, value in metrics.items() if name != "step"}

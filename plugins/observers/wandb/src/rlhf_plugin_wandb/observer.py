@@ -12,11 +12,10 @@ import wandb
 from pydantic import Field
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
-from rlhf.samples import first_samples
+from rlhf.samples import first_samples, sample_table
 from rlhf.secrets import redact
 from rlhf.types import Group
 
-_COLUMNS = ["step", "group", "sample", "source", "prompt", "completion", "reward", "rewards", "status", "tokens"]
 _KEY = "WANDB_API_KEY"
 
 
@@ -99,11 +98,8 @@ class WandbObserver(Observer):
     def rollouts_finished(self, step: int, groups: Sequence[Group]) -> None:
         if not self.config.samples or (step - 1) % self.config.samples_every:
             return
-        rows = [
-            [step, s.group, s.sample, s.source, s.prompt, s.completion, s.reward, s.rewards, s.status, s.tokens]
-            for s in first_samples(groups, self.config.samples)
-        ]
-        self._table = wandb.Table(columns=[*_COLUMNS], data=rows)
+        columns, rows = sample_table(first_samples(groups, self.config.samples))
+        self._table = wandb.Table(columns=["step", *columns], data=[[step, *row] for row in rows])
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
         line: dict[str, Any] = {**metrics, "step": step}
