@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 import torch
-from rlhf.errors import SyncError
+from rlhf.errors import ConfigError, SyncError
 from rlhf.weights.bucket import Bucket, buckets
 from rlhf.weights.fingerprint import marks
 from rlhf_engines.differences import SentWeights
@@ -144,3 +144,8 @@ def test_folders_that_killed_processes_left_are_removed(tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_written_fails_the_sync(tmp_path):
     with pytest.raises(SyncError, match=r"1 MiB of weights cannot be written to .*missing: .*generator.folder"):
         write_bucket(bucket(a=OLD), tmp_path / "missing" / "0.safetensors")
+
+
+def test_a_folder_that_takes_no_files_is_named():
+    with pytest.raises(ConfigError, match=r"cannot be written to /proc: .*generator\.folder"):
+        WeightsFolder("/proc")  # also the superuser can create nothing there

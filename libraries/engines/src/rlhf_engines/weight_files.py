@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rlhf.errors import SyncError
+from rlhf.errors import ConfigError, SyncError
 from rlhf.weights.bucket import Bucket
 from rlhf.weights.fingerprint import host_bytes
 from torch import Tensor
@@ -45,12 +45,20 @@ class WeightsFolder:
 
     Args:
         place: the parent folder; None: the temporary folder.
+
+    Raises ConfigError if nothing can be written there.
     """
 
     def __init__(self, place: str | None) -> None:
         if place is None:  # machines that share a file system may not see each other's locks
             _remove_left(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=FOLDER, dir=place))
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=FOLDER, dir=place))
+        except OSError as error:
+            raise ConfigError(
+                f"files of weights cannot be written to {place or tempfile.gettempdir()}: {error.strerror}. Make it "
+                "writable, or name another folder (generator.folder)."
+            ) from error
         lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.remove = weakref.finalize(self, _remove, os.getpid(), self.path, lock)
