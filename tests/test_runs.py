@@ -378,6 +378,7 @@ def test_an_observer_gets_the_names_of_trl_if_its_section_says_so(shop: Workshop
     events = EventAccumulator(str(run.path / "tensorboard")).Reload()
     rewards = [line["reward/mean"] for line in run.lines()]
     assert [event.value for event in events.Scalars("train/reward")] == pytest.approx(rewards)
+    assert [event.value for event in events.Scalars("train/global_step")] == [1, 2, 3]
     assert "reward/mean" not in events.Tags()["scalars"]
 
 
