@@ -78,6 +78,8 @@ def test_an_unknown_variable_is_refused_only_where_it_is_needed():
         ("L=$((1024 * $UNKNOWN)); run $L", "\0UNKNOWN\0"),
         ("A=; run ${A:-x_${B:-$(date)}_${C:-3}}", "x_\0(command)\0_3"),
         ('A="${B:-"/root"}/x"; run $A', "/root/x"),
+        ("A=${A:-'x'}/${B:-\"['y']\"}/${C-'$HOME'}; run $A", "x/['y']/$HOME"),
+        ("A=\"${A:-'x'}\"; run $A", "'x'"),
         ("A=(1 2); run ${#A[@]}", "2"),
         ("A=$((2 * $(( $((1 + 1)) * 2 )) )); run $A", "8"),
         ("A=2; run $[$A * 3]", "6"),

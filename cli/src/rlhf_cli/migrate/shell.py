@@ -280,7 +280,7 @@ class _Script:
             elif piece["command"] is not None:
                 values = [self._output(piece[0])]
             elif piece["variable"] is not None:
-                values = self._values(piece[0])
+                values = self._values(piece[0], quoted=False)
                 values = [part for value in values for part in value.split()] if not is_value else [" ".join(values)]
             quoted |= (piece["single"] is not None or piece["double"] is not None) and bool(values)
             if values:
@@ -314,8 +314,12 @@ class _Script:
         except (SyntaxError, ValueError, ZeroDivisionError):
             return COMMAND
 
-    def _values(self, text: str) -> list[str]:
-        """The expansion of ``$NAME``, ``${NAME}``, ``${NAME[@]}``, ``${NAME:?TEXT}`` or ``${NAME:-TEXT}``."""
+    def _values(self, text: str, quoted: bool = True) -> list[str]:
+        """The expansion of ``$NAME``, ``${NAME}``, ``${NAME[@]}``, ``${NAME:?TEXT}`` or ``${NAME:-TEXT}``.
+
+        Args:
+            quoted: whether it is between double quotes, where single quotes belong to TEXT.
+        """
         braced = _BRACED.fullmatch(text)
         name = braced[1] if braced else text.strip("${}")
         if name in self.settings:
@@ -335,16 +339,26 @@ class _Script:
             if default == "+" or (default.endswith("+") and values[:1] not in ([], [""])):
                 if values and UNKNOWN in values[0]:  # it may be empty, or not set
                     return values[:1]
-                return [self._in_quotes(re.sub(r'(?<!\\)"', "", braced[4]))] if braced else []
+                return [self._default(braced[4], quoted)] if braced else []
         # ${X:+TEXT} of an empty variable, and ${X+TEXT} of one that the script does not set.
         if default and default.endswith("+"):
             return [""]
         if braced and default:
-            text = self._in_quotes(re.sub(r'(?<!\\)"', "", braced[4]))
+            text = self._default(braced[4], quoted)
             if default.endswith("="):
                 self._set(name, [text], self.branches.runs())
             return [text]
         return [os.path.expanduser("~") if name == "HOME" else f"{UNKNOWN}{name}{UNKNOWN}"]
+
+    def _default(self, text: str, quoted: bool) -> str:
+        """The expansion of TEXT in ``${NAME:-TEXT}``."""
+        if quoted:
+            return self._in_quotes(re.sub(r'(?<!\\)"', "", text))
+
+        def expanded(part: re.Match[str]) -> str:
+            return part[1] if part[1] is not None else self._in_quotes(part[0] if part[2] is None else part[2])
+
+        return re.sub(r"'([^']*)'|\"((?:\\.|[^\"\\])*)\"|[^'\"]+", expanded, text)
 
 
 def _names_set_by(words: Sequence[str]) -> list[str]:
