@@ -154,6 +154,17 @@ def test_what_changes_in_a_way_that_is_not_read_is_refused_or_named(script):
     assert "lora" not in script(two, line="3")["trainer"], "the adapter of another trainer"
 
 
+def test_arguments_without_names_are_read(script):
+    run = script("def f(): pass\nGRPOTrainer('M', f, GRPOConfig('o', beta=0.1, num_generations=8))")
+    assert (run["policy"]["model"], run["run"]["output"], run["algorithm"]["kl"]["coef"]) == ("M", "o", 0.1)
+    assert "the script's rewards are f" in run["text"]
+    run = script("DPOTrainer('M', ref, args=DPOConfig())")
+    assert run["policy"]["model"] == "M"
+    assert "ref_model=ref of the trainer is not read" in run["text"]
+    with pytest.raises(ConfigError, match="only the first 5 arguments of SFTTrainer"):
+        script("SFTTrainer(m, SFTConfig(), c, d, e, t)")
+
+
 def test_cells_of_a_notebook_are_a_script(script):
     cells = ["!pip install trl \\\n  peft\n%load x\n", "%%bash\nls", "SFTConfig(seed=5)\n"]
     cells = [{"cell_type": "code", "source": [cell]} for cell in cells]

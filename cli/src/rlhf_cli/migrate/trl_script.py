@@ -53,6 +53,13 @@ ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "UnslothTrainingAr
 ARGUMENT_DEFAULTS = {"learning_rate": 5e-5, "bf16": False, "gradient_checkpointing": False}
 """Defaults of transformers' TrainingArguments that differ from those of TRL's configurations. SFTTrainer takes them
 over; the other trainers need a configuration of their own."""
+ROWS = ("data_collator", "train_dataset", "eval_dataset")
+PLACES: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("grpo", "rloo"), ("model", "reward_funcs", "args", *ROWS[1:])),
+    **dict.fromkeys(("dpo", "kto"), ("model", "ref_model", "args", *ROWS)),
+    **dict.fromkeys(("sft", "reward"), ("model", "args", *ROWS)),
+}
+"""{trainer: its first arguments}. They may be written without their names."""
 OF_TRAINER = ("args", "train_dataset", "eval_dataset", "tokenizer", "processing_class", "peft_config", "reward_funcs")
 """Arguments of trainers that are read elsewhere, or belong to the model."""
 TO_DO: Mapping[str, str] = {
@@ -75,6 +82,8 @@ def of_script(path: str, settings: Mapping[str, str], flags: Mapping[str, Sequen
     script = Path(path).name
     values = PythonValues(_tree(path), settings, script, flags)
     trainers = [call for call in values.calls if name_of(call) in TRAINERS]
+    for call in trainers:
+        _name_arguments(call, PLACES[TRAINERS[name_of(call)]], script)
     start, entry = _start(values, trainers, script)
     source = fields_of(entry)
     source.origin = f"{entry} ({script})"
@@ -83,6 +92,7 @@ def of_script(path: str, settings: Mapping[str, str], flags: Mapping[str, Sequen
             option = OptionValue(value, f"{name_of(start)}'s {name}", f"{script}, line {start.lineno}")
             source.user_values[name] = option
     if name_of(start) in (*CONFIGS, *ARGUMENTS):
+        _name_arguments(start, ("output_dir",), script)
         _take_call(source, values, start)
     chosen = [call for call in trainers if any(values.node(k.value) is start for k in call.keywords)] or trainers
     adapters = [values.node(k.value) for call in chosen for k in call.keywords if k.arg == "peft_config"]
@@ -152,6 +162,17 @@ def _start(values: PythonValues, trainers: Sequence[ast.Call], script: str) -> t
     raise ConfigError(
         f"{script}: expected one of {', '.join(CONFIGS)}, or of their trainers; the script has {lines}{advice}"
     )
+
+
+def _name_arguments(call: ast.Call, places: Sequence[str], script: str) -> None:
+    """Turn the arguments of a trainer that are written without names into keywords."""
+    if len(call.args) > len(places):
+        raise ConfigError(
+            f"{script}, line {call.lineno}: only the first {len(places)} arguments of {name_of(call)} are read without "
+            f"their names ({', '.join(places)}). Write the others as NAME=VALUE"
+        )
+    call.keywords[:0] = [ast.keyword(name, value) for name, value in zip(places, call.args, strict=False)]
+    call.args = []
 
 
 def _take(source: FrameworkOptions, fields: Mapping[str, Any], location: str, names: Mapping[str, str] = {}) -> None:
