@@ -165,6 +165,27 @@ def test_arguments_without_names_are_read(script):
         script("SFTTrainer(m, SFTConfig(), c, d, e, t)")
 
 
+def test_values_on_which_no_run_depends_are_read_as_text(script):
+    text = "GRPOConfig(hub_model_id=f(), hub_token=g(), logging_steps=h())\nLoraConfig(task_type=TaskType.CAUSAL_LM)\n"
+    text = script(text)["text"]
+    assert "hub_model_id=f(): a run writes to its folder only" in text
+    assert "task_type=TaskType.CAUSAL_LM: the algorithm decides the head" in text
+    assert "g()" not in text
+
+
+def test_arguments_of_a_trainer_are_read_or_named(script):
+    quantized = "b = BitsAndBytesConfig(load_in_8bit=True)\nSFTTrainer(peft_config=LoraConfig(), quantization_config="
+    assert script(f"{quantized}b)")["trainer"]["lora"]["quantization"] == "int8"
+    with pytest.raises(ConfigError, match=r"quantization_config is unknown.*\n--allow-unknown"):
+        script(f"{quantized}FP8())")
+    text = script("GRPOTrainer('M', args=GRPOConfig(), tools=[f], environment_factory=Env, optimizers=(o, s))")["text"]
+    for name in ("tools=[f]", "environment_factory=Env", "optimizers=(o, s)"):
+        assert f"{name} of the trainer is not read" in " ".join(text.replace("\n#", " ").split())
+    with pytest.raises(ConfigError, match="own is unknown"):
+        script("SFTTrainer('M', own=f())")
+    assert "own" in migrate("trl", "train.py", {}, PLUGINS, allow_unknown=True)
+
+
 def test_cells_of_a_notebook_are_a_script(script):
     cells = ["!pip install trl \\\n  peft\n%load x\n", "%%bash\nls", "SFTConfig(seed=5)\n"]
     cells = [{"cell_type": "code", "source": [cell]} for cell in cells]

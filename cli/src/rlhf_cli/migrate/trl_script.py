@@ -69,6 +69,14 @@ TO_DO: Mapping[str, str] = {
     "callbacks": "use an observer, which sees every step and may stop a run",
     "compute_metrics": "choose one of the run's metrics with eval.metric",
     "ref_model": "set reference.model if it is not the policy's model",
+    "tools": 'the rollout tools has functions: rollout.use = "tools", rollout.functions',
+    "environment_factory": 'write it as an environment: rollout.use = "multi_turn", env.use',
+    "rollout_func": 'write it as a rollout: rollout.use = "file:FILE.py"',
+    "reward_processing_classes": "a reward model reads texts with its own tokenizer",
+    "optimizers": "set trainer.optimizer, trainer.lr and trainer.schedule",
+    "optimizer_cls_and_kwargs": "set trainer.optimizer and trainer.lr",
+    "compute_loss_func": "write it as a loss: algorithm.loss.use",
+    "preprocess_logits_for_metrics": "choose one of the run's metrics with eval.metric",
 }
 """{argument of a trainer: what the user has to do}."""
 
@@ -186,8 +194,7 @@ def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, n
     for keyword in call.keywords:
         location = f"{values.location}, line {keyword.value.lineno}"
         if keyword.arg is not None:
-            with source.reading():
-                _take(source, {keyword.arg: values.literal(keyword.value, keyword.arg)}, location, names)
+            _take_argument(source, values, keyword, location, names)
             continue
         try:
             entries = dict(values.literal(keyword.value, "**"))
@@ -196,6 +203,25 @@ def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, n
             source.unknown[text] = text, f"{location}: {text} is computed by code, which is not executed"
         else:
             _take(source, entries, location, names)
+
+
+def _take_argument(
+    source: FrameworkOptions,
+    values: PythonValues,
+    keyword: ast.keyword,
+    location: str,
+    names: Mapping[str, str] = {},
+) -> None:
+    """Store an argument: its value, or its text if it is unknown or the run does not depend on it."""
+    name = keyword.arg or ""
+    field = names.get(name, name)
+    rows = [row for row in source.rows.values() if field in (row.name, *row.old)]
+    with source.reading():
+        if any(row.to for row in rows):
+            _take(source, {name: values.literal(keyword.value, name)}, location, names)
+        else:
+            text = ast.unparse(keyword.value)
+            source.give(field, text, f"{name}={text}", location, lambda row, value, location: value)
 
 
 def _lora(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> None:
@@ -248,8 +274,10 @@ def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> 
             elif name in TO_DO and ast.unparse(keyword.value) not in ("None", "[]"):
                 text = f"{name}={ast.unparse(keyword.value)}"
                 source.remarks.append(f"{location}: {text} of the trainer is not read; {TO_DO[name]}")
+            elif name == "quantization_config":
+                _take(source, _quantization(values, keyword.value), location)
             elif name not in (*OF_TRAINER, *TO_DO, ""):
-                _take(source, {name: values.literal(keyword.value, name)}, location)
+                _take_argument(source, values, keyword, location)
 
 
 def _model(values: PythonValues, argument: ast.expr) -> dict[str, Any]:
@@ -267,13 +295,21 @@ def _model(values: PythonValues, argument: ast.expr) -> dict[str, Any]:
         return {"model_name_or_path": value} if isinstance(value, str) else {}
     fields, options = {"model_name_or_path": values.literal(node.args[0], "model")}, dict[str | None, Any]()
     for option in node.keywords:
-        value = values.node(option.value)
-        if isinstance(value, ast.Call) and name_of(value) == "BitsAndBytesConfig":
-            of_quantization = [k for k in value.keywords if k.arg in QUANTIZED]
-            fields |= {QUANTIZED[k.arg or ""]: values.literal(k.value, k.arg or "") for k in of_quantization}
+        if option.arg == "quantization_config":
+            fields |= _quantization(values, option.value)
         elif option.arg not in OF_MODEL:
             options[option.arg] = values.literal(option.value, option.arg or "model")
     return fields | ({"model_init_kwargs": options} if options else {})
+
+
+def _quantization(values: PythonValues, argument: ast.expr) -> dict[str, Any]:
+    """The fields for a ``BitsAndBytesConfig(...)``. Another value but None is an unknown option."""
+    node = values.node(argument)
+    if not isinstance(node, ast.Call) or name_of(node) != "BitsAndBytesConfig":
+        text = ast.unparse(argument)
+        return {} if text == "None" else {"quantization_config": text}
+    options = {keyword.arg: keyword.value for keyword in node.keywords}
+    return {field: values.literal(options[name], name) for name, field in QUANTIZED.items() if name in options}
 
 
 def _rewards(source: FrameworkOptions, values: PythonValues, argument: ast.expr, location: str) -> None:
