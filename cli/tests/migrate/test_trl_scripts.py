@@ -139,6 +139,8 @@ def test_training_arguments_have_defaults_of_their_own(script, name):
 def test_what_changes_in_a_way_that_is_not_read_is_refused_or_named(script):
     with pytest.raises(ConfigError, match=r"line 3: .*--set learning_rate=VALUE"):
         script("o = SFTConfig()\nif x:\n    o.learning_rate = 1\nSFTTrainer(args=o)")
+    text = "o = SFTConfig()\nif x:\n    o.learning_rate = 1\n    o.project = f()\nSFTTrainer(args=o)"
+    assert script(text, learning_rate="3e-6")["trainer"]["lr"] == 3e-6
     with pytest.raises(ConfigError, match=r"SFTConfig\(\*\*o\) is computed by code.*\n.*--allow-unknown"):
         script("o = make()\nSFTConfig(**o)")
     text = script("SFTTrainer(args=SFTConfig(), data_collator=c, callbacks=[stop])")["text"]

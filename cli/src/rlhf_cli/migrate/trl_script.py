@@ -194,7 +194,7 @@ def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, n
     for keyword in call.keywords:
         location = f"{values.location}, line {keyword.value.lineno}"
         if keyword.arg is not None:
-            _take_argument(source, values, keyword, location, names)
+            _take_argument(source, values, keyword.arg, keyword.value, location, names)
             continue
         try:
             entries = dict(values.literal(keyword.value, "**"))
@@ -205,22 +205,26 @@ def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, n
             _take(source, entries, location, names)
 
 
+def _decides(source: FrameworkOptions, name: str) -> bool:
+    """Whether a run depends on a field."""
+    return any(row.to for row in source.rows.values() if name in (row.name, *row.old))
+
+
 def _take_argument(
     source: FrameworkOptions,
     values: PythonValues,
-    keyword: ast.keyword,
+    name: str,
+    node: ast.expr,
     location: str,
     names: Mapping[str, str] = {},
 ) -> None:
     """Store an argument: its value, or its text if it is unknown or the run does not depend on it."""
-    name = keyword.arg or ""
     field = names.get(name, name)
-    rows = [row for row in source.rows.values() if field in (row.name, *row.old)]
     with source.reading():
-        if any(row.to for row in rows):
-            _take(source, {name: values.literal(keyword.value, name)}, location, names)
+        if _decides(source, field):
+            _take(source, {name: values.literal(node, name)}, location, names)
         else:
-            text = ast.unparse(keyword.value)
+            text = ast.unparse(node)
             source.give(field, text, f"{name}={text}", location, lambda row, value, location: value)
 
 
@@ -277,7 +281,7 @@ def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> 
             elif name == "quantization_config":
                 _take(source, _quantization(values, keyword.value), location)
             elif name not in (*OF_TRAINER, *TO_DO, ""):
-                _take_argument(source, values, keyword, location)
+                _take_argument(source, values, name, keyword.value, location)
 
 
 def _model(values: PythonValues, argument: ast.expr) -> dict[str, Any]:
@@ -365,11 +369,9 @@ def _stores(source: FrameworkOptions, values: PythonValues, start: ast.Call) -> 
             continue
         for target in node.targets:
             if isinstance(target, ast.Attribute) and values.node(target.value) is start:
-                with source.reading():
-                    location = f"{values.location}, line {node.lineno}"
-                    if node not in values.tree.body and node not in values.functions:
-                        raise ConfigError(
-                            f"{location}: {ast.unparse(node)} may not run. Give --set {target.attr}=VALUE"
-                        )
-                    value = values.literal(node.value, target.attr)
-                    source.give(target.attr, value, f"{target.attr} = {value!r}", location)
+                name, location = target.attr, f"{values.location}, line {node.lineno}"
+                runs = node in values.tree.body or node in values.functions
+                if runs or name in values.settings or not _decides(source, name):
+                    _take_argument(source, values, name, node.value, location)
+                else:
+                    source.problems.append(f"{location}: {ast.unparse(node)} may not run. Give --set {name}=VALUE")
