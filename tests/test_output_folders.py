@@ -65,6 +65,31 @@ def test_overwrite_deletes_a_run_once(shop: Workshop) -> None:
     assert "a run is either continued or deleted" in run.said
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "rloo"])
+def test_a_run_saves_nothing_in_a_folder_that_another_run_has_created_again(shop: Workshop, algorithm: str) -> None:
+    replacing = """
+import pathlib, shutil
+from rlhf.interfaces import Observer
+
+class Replacing(Observer):
+    name = "replacing"
+    def run_started(self, info):
+        self.folder = pathlib.Path(info.output)
+    def step_finished(self, step, metrics):
+        if step == 2:
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
+            (self.folder / ".lock").write_text("process 1 on another machine")
+            (self.folder / "manifest.json").write_text("another run's")
+"""
+    observer = [{"use": f"file:{shop.file('replacing.py', replacing)}"}]
+    run = shop.run(algorithm, "run", observer=observer, checkpoint={"every": 1}, run={"report": False})
+    assert run.code == 2
+    assert "was deleted while this run worked in it, and another run has created it again" in run.said
+    assert {file.name for file in run.path.rglob("*")} == {".lock", "manifest.json"}
+    assert (run.path / "manifest.json").read_text() == "another run's"
+
+
 def test_runs_without_a_named_folder_are_numbered(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shop.folder)
     config = shop.config("sft", "unnamed", run={"steps": 1})

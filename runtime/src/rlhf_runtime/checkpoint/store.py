@@ -49,17 +49,24 @@ class CheckpointStore:
     Args:
         keep: number of newest checkpoints that are kept, in addition to the best one.
         note: called with a line of text for everything that is skipped or repaired; the lines are also in ``notes``.
+        require_own: called before anything is saved. Raises an error if the folder belongs to another run.
 
     Only the process that holds the run directory's lock may save or clean.
     """
 
-    def __init__(self, run_dir: Path | str, keep: int = 3, note: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path | str,
+        keep: int = 3,
+        note: Callable[[str], None] | None = None,
+        require_own: Callable[[], None] = lambda: None,
+    ) -> None:
         if keep < 1:
             raise ConfigError(f"checkpoint.keep is {keep}; at least 1 checkpoint must be kept. Set it to 1 or more.")
         self.root = Path(run_dir) / "checkpoints"
         self.keep = keep
         self.notes: list[str] = []
-        self._listener = note
+        self._listener, self._require_own = note, require_own
 
     # --------------------------------------------------------------------------------------- saving
 
@@ -101,6 +108,7 @@ class CheckpointStore:
         Returns the finished folder. Raises CheckpointError if it cannot be written (disk full); older checkpoints are
         then unchanged and no incomplete files remain.
         """
+        self._require_own()
         target = self._folder(step)
         temporary = target.with_name(f"{files.TEMPORARY}{target.name}")
         if isinstance(read_checkpoint(target), Checkpoint):
@@ -269,6 +277,7 @@ class CheckpointStore:
     def writing(self, path: Path) -> Iterator[None]:
         """Context for writing ``path``. Converts an error into one that says what remains of the run. Libraries raise
         disk errors as their own classes."""
+        self._require_own()
         try:
             yield
         except Exception as cause:

@@ -35,7 +35,8 @@ class FolderLock:
     lists the folders that this process has locked.
     """
 
-    _locked_folders: ClassVar[set[str]] = set()
+    _locked_folders: ClassVar[dict[str, os.stat_result]] = {}
+    """{folder: its locked file}."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / LOCK
@@ -56,7 +57,7 @@ class FolderLock:
             os.close(descriptor)
             raise
         self._descriptor: int | None = descriptor
-        self._locked_folders.add(self._key)
+        self._locked_folders[self._key] = os.fstat(descriptor)
 
     @classmethod
     def check(cls, folder: Path) -> None:
@@ -76,6 +77,21 @@ class FolderLock:
             raise _without_locks(folder, cause) from cause
         finally:
             os.close(descriptor)
+
+    @classmethod
+    def require_own(cls, folder: Path) -> None:
+        """Raises BusyFolderError if ``folder``, which this process has locked, was deleted and another run has created
+        it again. The lock does not prevent this, because it belongs to the file and not to its name."""
+        locked_file = cls._locked_folders.get(os.path.realpath(folder))
+        try:
+            replaced = locked_file is not None and not os.path.samestat(locked_file, os.stat(folder / LOCK))
+        except OSError:  # no other run has locked the folder
+            return
+        if replaced:
+            raise BusyFolderError(
+                f"{folder} was deleted while this run worked in it, and another run has created it again. It belongs "
+                "to that run, so nothing more is saved there. Start this run again with another --output."
+            )
 
     @classmethod
     def is_held(cls, folder: Path) -> bool:
@@ -105,7 +121,7 @@ class FolderLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-            self._locked_folders.discard(self._key)
+            self._locked_folders.pop(self._key, None)
 
 
 def _lock(folder: Path, descriptor: int) -> None:

@@ -150,6 +150,7 @@ class RunDirectory:
             reason: the signal, the exhausted patience or the error; empty if the run finished.
             notes: the notes that the run has shown.
         """
+        self.require_own()
         path = self.path / "manifest.json"
         manifest = read_json(path)
         texts = [redact(note) for note in notes]
@@ -276,7 +277,11 @@ class RunDirectory:
             old.unlink()
         return path
 
-    # ---------------------------------------------------------------------------------------- close
+    # ----------------------------------------------------------------------------------------- lock
+
+    def require_own(self) -> None:
+        """Raises BusyFolderError if the folder belongs to another run (:meth:`FolderLock.require_own`)."""
+        FolderLock.require_own(self.path)
 
     def close(self) -> None:
         """Release the lock of the folder."""

@@ -149,7 +149,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
     launcher: Launcher = prepared.parts["launcher"].build()
     resources.callback(launcher.shutdown)
     progress = Progress(prepared.total_steps, show=show)
-    store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note)
+    store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note, directory.require_own)
     for note in (*prepared.commits.notes, *prepared.notes):
         progress.note(note)
     checkpoint = check_resume(prepared)
