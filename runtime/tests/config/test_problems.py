@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from rlhf.interfaces import ComponentConfig
 from rlhf_runtime.config.problems import describe
 
@@ -47,3 +47,22 @@ def test_a_flag_with_a_list_says_how_to_write_the_list():
             Addresses(**values)
         [line] = describe(error.value, Addresses, "r", {"r.urls": "flag --r.urls"})
         assert line == f"r.urls (flag --r.urls): {expected}"
+
+
+class Places(ComponentConfig):
+    extract: tuple[Literal["boxed", "hash"], ...] = Field(("boxed",), min_length=1)
+    separator: str = Field("\n", min_length=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"extract": ("box",)}, "r.extract.0: should be 'boxed' or 'hash', got string 'box'. Did you mean 'boxed'?"),
+        ({"extract": ()}, "r.extract: should have at least 1 item, got list ()."),
+        ({"separator": ""}, "r.separator: should have at least 1 character, got string ''."),
+    ],
+)
+def test_a_list_is_called_too_short_only_if_it_is(values, expected):
+    with pytest.raises(ValidationError) as error:
+        Places(**values)
+    assert describe(error.value, Places, "r", {}) == [expected]

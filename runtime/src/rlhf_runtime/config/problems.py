@@ -50,6 +50,8 @@ def describe(
     """
     by_location: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for details in error.errors(include_url=False):
+        if details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]:
+            continue  # pydantic does not count refused items, each of which has its own line
         location = tuple(str(part) for part in details["loc"] if "[" not in str(part))  # without the branch of a union
         by_location.setdefault(location, []).append({**details, "loc": location})
     lines = []
@@ -147,6 +149,7 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
         message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
         return f"{label}: {message}" if path else message  # a check of several sections already names them
     message = re.sub(r" or instance of \w+", "", message)
+    message = re.sub(r"^\w+ (should have at least \d+ \w+)( after validation.*)?$", r"\1", message)
     message = message.removeprefix("Input ").replace("valid dictionary", "table").replace("valid tuple", "list")
     if value is NO_VALUE:
         parent = _model_at(model, location[:-1])
