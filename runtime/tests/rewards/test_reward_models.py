@@ -15,7 +15,8 @@ from rlhf.types import Head, Image, RoleSpec
 from rlhf_runtime.calls.deadlines import DeadlineExpired, with_deadline
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.rewards.reward_models import batch_calls, read_role, score_with_role
+from rlhf_runtime.rewards.reward_models import read_role, score_with_role
+from rlhf_runtime.rewards.shared_passes import SharedPasses
 from rlhf_testing.plain import EmbeddingTrainer
 
 from tests.support.parts import RanksHere
@@ -130,7 +131,7 @@ def test_heads_that_need_columns_are_refused(main) -> None:
 
 
 class Counted:
-    """What reaches the model: the sequences of each pass. ``options``: of :func:`batch_calls`."""
+    """What reaches the model: the sequences of each pass. ``options``: of :class:`SharedPasses`."""
 
     def __init__(self, model: Model, main: MainThread, **options) -> None:
         self.passes: list[int] = []
@@ -141,9 +142,9 @@ class Counted:
             return begin(batch, heads, view)
 
         model.role.begin_forward = count  # type: ignore[method-assign]
-        self.score, self.read = batch_calls(
-            score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main), **options
-        )
+        roles = {"judge": model.role}
+        passes = SharedPasses(score_with_role(roles, main), read_role(roles, main), **options)
+        self.score, self.read = passes.score, passes.read
 
 
 def test_calls_made_at_once_are_one_pass_with_the_values_of_single_calls(main) -> None:
@@ -189,7 +190,8 @@ def test_calls_made_at_once_keep_their_images(main) -> None:
 
     async def scenario():
         roles = {"judge": model.role}
-        score, read_values = batch_calls(score_with_role(roles, main), read_role(roles, main))
+        passes = SharedPasses(score_with_role(roles, main), read_role(roles, main))
+        score, read_values = passes.score, passes.read
         await asyncio.gather(
             score("judge", IDS[:1]), score("judge", [IDS[1], IDS[2]], [(), (image,)]), score("judge", IDS[:2])
         )
@@ -225,7 +227,8 @@ def test_a_slow_model_does_not_use_up_the_deadlines_of_those_that_wait_for_it_to
     model.role.begin_forward = lambda *arguments: time.sleep(1.2) or begin(*arguments)  # type: ignore[method-assign]
 
     async def scenario() -> list[list[float]]:
-        score, _ = batch_calls(score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main))
+        roles = {"judge": model.role}
+        score = SharedPasses(score_with_role(roles, main), read_role(roles, main)).score
         return await asyncio.gather(*(with_deadline(score("judge", [ids]), 1.0) for ids in IDS))
 
     outputs = main.run(scenario())

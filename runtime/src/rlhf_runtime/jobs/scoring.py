@@ -19,8 +19,9 @@ from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.tokenizer import check_ids, check_vocabularies, load_tokenizer
 from rlhf_runtime.loop.schedule import UpdateSchedule
-from rlhf_runtime.rewards.reward_models import batch_calls, read_role, score_with_role
+from rlhf_runtime.rewards.reward_models import read_role, score_with_role
 from rlhf_runtime.rewards.scoring import Scorer
+from rlhf_runtime.rewards.shared_passes import SharedPasses
 from rlhf_runtime.setup.launch import launch_roles, make_scorer
 from rlhf_runtime.setup.prepare import PlacedPlugins, with_precision
 
@@ -98,13 +99,13 @@ def start_scorer(
 
     Args:
         closing: receives the callbacks that release everything that was started.
-        wait, largest, passed: how calls are batched (:func:`~rlhf_runtime.rewards.reward_models.batch_calls`).
+        wait, largest, passed: how calls are batched (:class:`~rlhf_runtime.rewards.shared_passes.SharedPasses`).
     """
     launcher = plugins_of_run.parts["launcher"].build()
     closing.callback(launcher.shutdown)
     roles = launch_roles(plugins_of_run, launcher)
-    ask = batch_calls(score_with_role(roles, main), read_role(roles, main), wait, largest, passed)
-    scorer = make_scorer(plugins_of_run, *ask)
+    passes = SharedPasses(score_with_role(roles, main), read_role(roles, main), wait, largest, passed)
+    scorer = make_scorer(plugins_of_run, passes.score, passes.read)
     closing.callback(scorer.close)
     main.run(scorer.setup())
     return scorer
