@@ -12,14 +12,13 @@ from typing import Literal
 from rlhf.errors import CapabilityError, RlhfError, TrainingError, boundary
 from rlhf.interfaces import Algorithm, HasViews, Trainer
 from rlhf.ops.loss_value import finish_sums
-from rlhf.ops.reduce import weigh
 from rlhf.types import Group, Row, Update
 from rlhf.types.examples import Example
 
 from rlhf_runtime.calls.algorithm_calls import ask
 from rlhf_runtime.config.sections import EvalSection
 from rlhf_runtime.loop.best_value import BestTracker, is_number_of_samples, unknown_metric
-from rlhf_runtime.loop.learn import Metrics, role_of, summary
+from rlhf_runtime.loop.learn import Metrics, loss_batch, role_of, summary
 from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.sample_metrics import evaluation_metrics, metric_names
@@ -119,11 +118,7 @@ def _losses(algorithm: Algorithm, roles: Mapping[str, Role], examples: Sequence[
         if not isinstance(update, Update):
             continue
         loss = algorithm.parts[update.loss]
-        weighted = batch
-        for annotation in loss.prepass():
-            reader = role_of(roles, annotation.role, f"prepass() of loss {loss.name!r}")
-            weighted = reader.annotate(weighted, [annotation])
-        weighted = weigh(loss.prepare(weighted), loss.reduce())
+        weighted = loss_batch(batch, loss, roles)
         with boundary(TrainingError, f"the evaluation of {update.role!r} with the loss {loss.name!r}"):
             means = finish_sums(roles[update.role].evaluate(weighted, loss, update))
         prefix = "" if update.role == "policy" else f"{update.role}/"

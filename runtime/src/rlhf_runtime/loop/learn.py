@@ -99,11 +99,7 @@ def train(
     for number, minibatch in enumerate(minibatches(batch, update, seed, step), 1):
         if steps > 1:
             count("optimizer step", number, steps)
-        for annotation in loss.prepass():  # with the current weights, which earlier minibatches have changed
-            reader = role_of(roles, annotation.role, f"prepass() of loss {loss.name!r}")
-            minibatch = reader.annotate(minibatch, [annotation])
-        with boundary(TrainingError, f"loss {loss.name!r}"):
-            minibatch = weigh(loss.prepare(minibatch), loss.reduce())
+        minibatch = loss_batch(minibatch, loss, roles)
         with boundary(TrainingError, f"the update of {update.role!r} with the loss {loss.name!r}"):
             sums, result = role.update(minibatch, loss, update)
         if result.skipped:  # its sums may hold NaN, so they are not in the metrics
@@ -123,6 +119,16 @@ def train(
     if grad_norms:
         values["grad_norm"] = sum(grad_norms) / len(grad_norms)
     return {f"{update.role}/{name}": value for name, value in values.items()}
+
+
+def loss_batch(batch: Batch, loss: Loss, roles: Mapping[str, Role]) -> Batch:
+    """The batch with everything that the loss reads: outputs with the current weights (``prepass``), its own columns
+    (``prepare``), and the weights of its terms."""
+    for annotation in loss.prepass():
+        reader = role_of(roles, annotation.role, f"prepass() of loss {loss.name!r}")
+        batch = reader.annotate(batch, [annotation])
+    with boundary(TrainingError, f"loss {loss.name!r}"):
+        return weigh(loss.prepare(batch), loss.reduce())
 
 
 def summary(loss: Loss, means: Metrics) -> Metrics:
@@ -166,7 +172,7 @@ def snapshot(roles: Mapping[str, Role], update: Snapshot) -> None:
 
 
 def mixed(bucket: Bucket, old_tensors: Mapping[str, Tensor], update: Snapshot) -> Bucket:
-    """``share bucket + (1 - share) held``, tensor by tensor, in new memory.
+    """``share bucket + (1 - share) old``, tensor by tensor, in new memory.
 
     Args:
         old_tensors: every tensor of the role that is overwritten, by name.
