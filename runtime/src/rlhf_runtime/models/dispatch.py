@@ -16,7 +16,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.prefixes import content_ids, sorted_by_prefix, worth_sharing
 
 Plan = list[list[list[int]]]
-"""[rank][micro-batch][unit]."""
+"""[share][micro-batch][unit]. A share is computed by one rank, or by the ranks that divide a model's layers."""
 
 HALVINGS = 4
 """Number of times that the longest bundle is halved in the search for the shortest plan. The search starts at a rank's
@@ -73,13 +73,13 @@ def plan(
     return [micros[rank::ranks] for rank in range(ranks)]
 
 
-def fillers(the_plan: Plan) -> Plan:
+def fillers(shares: Plan) -> Plan:
     """A plan of the same shape with only the places that repeat a unit (their weights must be zero)."""
     units: set[int] = set()
-    width = max(len(rank) for rank in the_plan)
-    result: Plan = [[[] for _ in rank] for rank in the_plan]
+    width = max(len(rank) for rank in shares)
+    result: Plan = [[[] for _ in rank] for rank in shares]
     for m in range(width):  # micro-batch by micro-batch over ranks: real places come first in this order
-        for r, rank in enumerate(the_plan):
+        for r, rank in enumerate(shares):
             for unit in rank[m]:
                 if unit in units:
                     result[r][m].append(unit)
@@ -87,12 +87,12 @@ def fillers(the_plan: Plan) -> Plan:
     return result
 
 
-def micro_batches(batch: Batch, the_plan: Plan) -> list[list[Batch]]:
+def micro_batches(batch: Batch, shares: Plan) -> list[list[Batch]]:
     """The micro-batches of each rank. They share the memory of one copy of the batch, because allocating a few large
     arrays is faster than many small ones."""
-    copy = batch.select([unit for rank in the_plan for units in rank for unit in units])
-    ends = accumulate(len(units) for rank in the_plan for units in rank)
-    return [[copy.between((end := next(ends)) - len(units), end) for units in rank] for rank in the_plan]
+    copy = batch.select([unit for rank in shares for units in rank for unit in units])
+    ends = accumulate(len(units) for rank in shares for units in rank)
+    return [[copy.between((end := next(ends)) - len(units), end) for units in rank] for rank in shares]
 
 
 def _caps(tokens: int, ranks: int, budget: int) -> list[int]:
