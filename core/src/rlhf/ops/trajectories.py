@@ -167,8 +167,10 @@ def _action_places(batch: Batch) -> Tensor:
 class _Layout:
     """The turns of a batch, in its order."""
 
-    turns: list[tuple[Trajectory, int]] = field(default_factory=list)
-    """(trajectory, number of the turn in it)."""
+    places: list[tuple[Trajectory, int]] = field(default_factory=list)
+    """For each turn: (its trajectory, its number there)."""
+    sequences: list[list[Turn]] = field(default_factory=list)
+    """[B]: the turns of each sequence."""
     lens: list[int] = field(default_factory=list)
     """[B]: tokens of each sequence."""
     units: list[int] = field(default_factory=list)
@@ -176,6 +178,10 @@ class _Layout:
     step_rewards: dict[int, float] = field(default_factory=dict)
     """{token of the batch: reward}."""
     tokens: int = 0
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [turn for turns in self.sequences for turn in turns]
 
     def add(
         self, trajectory: Trajectory, sequences: Sequence[Sequence[int]], steps: Mapping[tuple[int, int], float]
@@ -187,10 +193,11 @@ class _Layout:
             begin = self.tokens
             for number in numbers:
                 starts[number] = self.tokens
-                self.turns.append((trajectory, number))
+                self.places.append((trajectory, number))
                 self.tokens += len(trajectory.turns[number].ids)
             if self.tokens == begin:
                 raise ValueError(f"{name_of(trajectory)}: a sequence of the turns {list(numbers)} has no token")
+            self.sequences.append([trajectory.turns[number] for number in numbers])
             self.lens.append(self.tokens - begin)
             self.units.append(unit)
         for (number, token), reward in steps.items():
@@ -199,45 +206,31 @@ class _Layout:
     def ids(self) -> Tensor:
         """The token ids, int64 [N]."""
         ids_N = np.empty(self.tokens, np.int64)
-        np.concatenate([np.asarray(t.turns[n].ids) for t, n in self.turns], out=ids_N)
+        np.concatenate([np.asarray(turn.ids) for turn in self.turns], out=ids_N)
         return torch.from_numpy(ids_N)
 
     def images(self) -> tuple[tuple[Image, ...], ...]:
         """The images of each sequence; empty if no turn has an image."""
-        turns = [t.turns[n] for t, n in self.turns]
-        if not any(turn.images for turn in turns):
+        if not any(turn.images for turn in self.turns):
             return ()
-        # A sequence ends with a turn that has tokens (`_sequences`). So an empty turn at an end belongs to the next
-        # sequence.
-        per_sequence: list[list[Turn]] = []
-        ends = iter(accumulate(self.lens))
-        offset, end = 0, 0
-        for turn in turns:
-            if offset == end:
-                per_sequence.append([])
-                end = next(ends)
-            per_sequence[-1].append(turn)
-            offset += len(turn.ids)
-        return tuple(joined_images((len(turn.ids), turn.images) for turn in turns) for turns in per_sequence)
+        return tuple(joined_images((len(turn.ids), turn.images) for turn in turns) for turns in self.sequences)
 
     def observations(self) -> Tensor:
         """bool [N]: tokens of turns that were not sampled, after a sampled turn of their sequence."""
-        mask_N = empty((self.tokens,), torch.bool).zero_()
-        ends = iter(accumulate(self.lens))
-        offset, end, sampled = 0, 0, False
-        for trajectory, number in self.turns:
-            turn = trajectory.turns[number]
-            if offset == end:
-                end, sampled = next(ends), False
-            if sampled and not turn.sampled:
-                mask_N[offset : offset + len(turn.ids)] = True
-            sampled = sampled or turn.sampled
-            offset += len(turn.ids)
+        mask_N, offset = empty((self.tokens,), torch.bool).zero_(), 0
+        for turns in self.sequences:
+            sampled = False
+            for turn in turns:
+                if sampled and not turn.sampled:
+                    mask_N[offset : offset + len(turn.ids)] = True
+                sampled = sampled or turn.sampled
+                offset += len(turn.ids)
         return mask_N
 
     def columns(self, with_logprobs: bool) -> dict[str, Tensor]:
         """The token columns, in the order of their names."""
-        counts_T = [len(t.turns[n].ids) for t, n in self.turns]
+        turns = self.turns
+        counts_T = [len(turn.ids) for turn in turns]
 
         def per_token(values_T: list[bool] | list[float], dtype: type) -> Tensor:
             return torch.from_numpy(np.repeat(np.array(values_T, dtype), counts_T))
@@ -246,9 +239,9 @@ class _Layout:
         if self.step_rewards:
             step_reward_N[list(self.step_rewards)] = torch.tensor(list(self.step_rewards.values()), dtype=torch.float32)
         columns = {
-            "loss_mask": per_token([t.turns[n].sampled for t, n in self.turns], bool),
+            "loss_mask": per_token([turn.sampled for turn in turns], bool),
             "step_reward": step_reward_N,
-            "temperature": per_token([temperature_of(t, t.turns[n]) for t, n in self.turns], np.float32),
+            "temperature": per_token([temperature_of(t, t.turns[n]) for t, n in self.places], np.float32),
         }
         experts_NLK = self._experts()
         recorded = {} if experts_NLK is None else {EXPERTS: experts_NLK}
@@ -257,34 +250,34 @@ class _Layout:
 
     def _experts(self) -> Tensor | None:
         try:
-            return expert_column([t.turns[n] for t, n in self.turns])
+            return expert_column(self.turns)
         except ValueError as cause:
             raise TrainingError(f"a batch: {cause}") from cause
 
     def turn_columns(self) -> dict[str, Tensor]:
         """``state``, ``turn`` and ``turn_reward``."""
-        counts_T = [len(t.turns[n].ids) for t, n in self.turns]
+        counts_T = [len(turn.ids) for turn in self.turns]
         # Keys are ids, because trajectories are mutable and not hashable.
-        ends = {(id(t), n): end for (t, n), end in zip(self.turns, accumulate(counts_T), strict=True)}
+        ends = {(id(t), n): end for (t, n), end in zip(self.places, accumulate(counts_T), strict=True)}
         reward_N = np.zeros(self.tokens)
         numbers: dict[tuple[int, str], int] = {}
         states: dict[tuple[int, int], int] = {}
-        for trajectory in {id(t): t for t, _ in self.turns}.values():
+        for trajectory in {id(t): t for t, _ in self.places}.values():
             for n, state in states_of(trajectory).items():
                 group = group_number(trajectory.index[0], trajectory.agent)
                 states[id(trajectory), n] = numbers.setdefault((group, state), len(numbers))
             for n, _, reward in turn_rewards(trajectory):
                 reward_N[ends[id(trajectory), n] - 1] += reward
-        turn_T = [n if t.turns[n].sampled else -1 for t, n in self.turns]
-        state_T = [states.get((id(t), n), -1) for t, n in self.turns]
+        turn_T = [n if t.turns[n].sampled else -1 for t, n in self.places]
+        state_T = [states.get((id(t), n), -1) for t, n in self.places]
         columns = {"state": np.repeat(state_T, counts_T), "turn": np.repeat(turn_T, counts_T), "turn_reward": reward_N}
         return {name: torch.from_numpy(values_N) for name, values_N in columns.items()}
 
     def _logprobs(self) -> Tensor:
         """float32 [N]: as the generator reported, 0 at tokens that were not sampled."""
-        longest = max(len(t.turns[n].ids) for t, n in self.turns)
+        longest = max(len(turn.ids) for turn in self.turns)
         zeros, parts = np.zeros(longest, np.float32), []
-        for trajectory, number in self.turns:
+        for trajectory, number in self.places:
             turn = trajectory.turns[number]
             if turn.sampled and len(turn.logprobs or ()) != len(turn.ids):
                 raise wrong_logprobs(trajectory, number)
@@ -292,7 +285,7 @@ class _Layout:
         values_N = torch.from_numpy(np.concatenate(parts))
         lowest, highest = values_N.aminmax()  # NaN if one of them is
         if not (lowest.isfinite() and highest.isfinite()):
-            wrong = ((t, n) for t, n in self.turns if not all(map(math.isfinite, t.turns[n].logprobs or ())))
+            wrong = ((t, n) for t, n in self.places if not all(map(math.isfinite, t.turns[n].logprobs or ())))
             raise wrong_logprobs(*next(wrong))
         return values_N
 
