@@ -18,7 +18,7 @@ def sample(number: int, tokens: int, reward: float | None, failed: bool = False)
 def lost(rules: Acceptance, *samples: Trajectory) -> tuple[dict[str, float], int]:
     """({cause: tokens}, tokens of what is trained on)."""
     counts = rules.new_counts(has_demonstrations=False)
-    result = rules.accept(Group(ROW, 0, list(samples)), counts)
+    result, _ = rules.accept(Group(ROW, 0, list(samples)), counts)
     causes = {n.removeprefix("tokens_"): v for n, v in counts.items() if n.startswith("tokens_") and v}
     return causes, sum(t.sampled_tokens for t in result.trajectories) if result is not None else 0
 

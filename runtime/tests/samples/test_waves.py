@@ -120,7 +120,7 @@ def test_groups_come_back_in_row_order_scored_with_their_indices(main):
 def test_given_answers_replace_the_samples_of_a_share_of_the_groups_and_are_not_scored(main):
     groups, generator = run(main, rows(*[1] * 40), demonstration_share=0.25)
     numbers = [g.number for g in groups if any(t.is_demonstration for t in g.trajectories)]
-    assert [n for n in range(40) if settings(demonstration_share=0.25).gives(n)] == numbers
+    assert [n for n in range(40) if settings(demonstration_share=0.25).is_demonstration(n)] == numbers
     assert 4 <= len(numbers) <= 16
     assert [len(w) for w in generator.waves] == [2 * (40 - len(numbers))]
     for g in groups:
@@ -145,13 +145,14 @@ def test_rows_of_some_sources_are_demonstrations(main):
 
 def test_which_groups_have_given_answers_depends_on_seed_and_group_number_alone():
     chosen = {
-        seed: [n for n in range(4000) if settings(demonstration_share=0.3, seed=seed).gives(n)] for seed in (0, 1)
+        seed: [n for n in range(4000) if settings(demonstration_share=0.3, seed=seed).is_demonstration(n)]
+        for seed in (0, 1)
     }
     assert chosen[0] != chosen[1]
     assert all(abs(len(c) / 4000 - 0.3) < 0.03 for c in chosen.values())
-    superset = {n for n in range(4000) if settings(demonstration_share=0.6).gives(n)}
+    superset = {n for n in range(4000) if settings(demonstration_share=0.6).is_demonstration(n)}
     assert superset > set(chosen[0])
-    assert not any(settings().gives(n) for n in range(100))
+    assert not any(settings().is_demonstration(n) for n in range(100))
 
 
 class BySample:

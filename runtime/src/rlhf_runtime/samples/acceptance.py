@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf.interfaces.curriculum import Outcome
 from rlhf.types import Group, Trajectory
 
 from rlhf_runtime.config.sections import FilterSection
@@ -42,33 +43,33 @@ class Acceptance:
         names += ["tokens_filtered", "tokens_failed", "tokens_unscored"]
         return dict.fromkeys([*names, "demonstrations"] if has_demonstrations else names, 0.0)
 
-    def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
-        """The part of the group to train on; None if the group is rejected. The reason is counted in ``counts``. The
-        filter accepts a group if it accepts the samples of one agent."""
+    def accept(self, group: Group, counts: dict[str, float]) -> tuple[Group | None, Outcome]:
+        """(the part of the group to train on, None if the group is rejected; its outcome for a curriculum). The reason
+        is counted in ``counts``. The filter accepts a group if it accepts the samples of one agent."""
         # The answer of the data is the whole group (Needs.demonstration_share). It has no reward, and needs none.
         if all(t.is_demonstration for t in group.trajectories):
             counts["demonstrations"] += 1
-            return group
+            return group, "kept"
         failed = [t for t in group.trajectories if t.status == "failed"]
         live = [t for t in group.trajectories if t.status != "failed"]
         counts["failed_samples"] += len(failed)
         if failed and self.on_failed_sample == "drop_group":
             self.reject(group, counts, "failed", group.trajectories)
-            return None
+            return None, "left_out"
         trajectories = [t for t in live if t.reward is not None or not self.scored]
         counts["unscored"] += len(live) - len(trajectories)
         counts["tokens_failed"] += sampled_tokens(failed)
         counts["tokens_unscored"] += sampled_tokens(live) - sampled_tokens(trajectories)
         if len({t.index for t in trajectories}) < max(1, self.group_min):
             self.reject(group, counts, "failed", trajectories)
-            return None
+            return None, "left_out"
         part = Group(group.row, group.number, trajectories)
         if self.filter is not None and not any(
             passes(self.filter, scores_of(samples)) for samples in part.by_agent().values()
         ):
             self.reject(group, counts, "filtered", trajectories)
-            return None
-        return part
+            return None, "filtered"
+        return part, "kept"
 
     def reject(
         self,

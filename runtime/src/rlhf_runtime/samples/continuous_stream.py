@@ -208,7 +208,9 @@ class ContinuousStream(Stream):
     async def _generate(self, pending: Pending, requests: SingleRequests) -> None:
         try:
             samples = self.settings.samples
-            if self.settings.failures is not None and not self.settings.gives(pending.number, pending.row.source):
+            if self.settings.failures is not None and not self.settings.is_demonstration(
+                pending.number, pending.row.source
+            ):
                 self.settings.failures.expect(samples, at_least=self.pending.batch_size * samples)
             group = await self.rollouts.group(pending.row, pending.number, self.settings, requests, pending.logs)
             self._finish_group(pending, group)
@@ -222,9 +224,7 @@ class ContinuousStream(Stream):
 
     def _finish_group(self, pending: Pending, group: Group) -> None:
         """Called when all samples of ``group`` are scored."""
-        # As in waves: accept() tells the causes apart only in its counts.
-        filtered = self._counts["filtered"]
-        accepted = self.acceptance.accept(group, self._counts)
+        accepted, outcome = self.acceptance.accept(group, self._counts)
         self._finished += 1
         if accepted is not None:
             self.pending.scored(pending, accepted, self._finished)
@@ -232,7 +232,7 @@ class ContinuousStream(Stream):
         self.pending.remove(pending)
         self._rejected += 1
         if self.chosen_rows is not None:
-            self.chosen_rows.rejected(group, "filtered" if self._counts["filtered"] > filtered else "left_out")
+            self.chosen_rows.rejected(group, outcome)
 
     async def _take(self, step: int) -> ReadyBatch:
         batch: list[Pending] | None = None

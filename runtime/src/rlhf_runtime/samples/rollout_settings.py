@@ -59,8 +59,8 @@ class RolloutSettings:
         """Whether some groups contain answers of the data."""
         return self.demonstration_share > 0 or bool(self.demonstration_sources)
 
-    def gives(self, number: int, source: str = "") -> bool:
-        """Whether group ``number``, of a row of ``source``, contains the answer of the data."""
+    def is_demonstration(self, number: int, source: str = "") -> bool:
+        """Whether group ``number``, of a row of ``source``, is the answer of the data."""
         return source in self.demonstration_sources or (
             self.demonstration_share > 0
             # A seed is uniform from 0 to below 2**63.

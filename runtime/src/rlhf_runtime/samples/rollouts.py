@@ -95,7 +95,9 @@ class Rollouts:
         self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count
     ) -> list[Group]:
         # Groups of answers from the data never enter, and a wave would wait forever for a sample that does not.
-        sampled_numbers = [n for n, row in enumerate(rows, first_number) if not settings.gives(n, row.source)]
+        sampled_numbers = [
+            n for n, row in enumerate(rows, first_number) if not settings.is_demonstration(n, row.source)
+        ]
         samples = [(number, sample) for number in sampled_numbers for sample in range(settings.answers)]
         if settings.failures is not None:
             settings.failures.expect(len(sampled_numbers) * settings.samples)
@@ -134,7 +136,7 @@ class Rollouts:
             logs: for each sample, the turns that were sampled for it before. They are not sampled again.
             on_end: called after each sample.
         """
-        if settings.gives(number, row.source):
+        if settings.is_demonstration(number, row.source):
             return Group(row, number, [Trajectory(row, self.template.encode_answer(row), (number, 0))])
         logs = logs or [TurnLog() for _ in range(settings.answers)]
         samples = [self._admitted(row, (number, s), settings, requests, log, on_end) for s, log in enumerate(logs)]
@@ -203,9 +205,9 @@ class Rollouts:
             self.scorer,
             log,
             slice,
-            self.rollout.needs_base,
-            self.check,
-            self.vocabulary,
+            needs_base=self.rollout.needs_base,
+            check=self.check,
+            vocabulary=self.vocabulary,
         )
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
         label = f"rollout {self.rollout.name!r}"

@@ -13,7 +13,6 @@ from typing import Any
 
 from rlhf.errors import TrainingError
 from rlhf.interfaces import FinishedGroup
-from rlhf.interfaces.curriculum import Outcome
 from rlhf.types import Group
 
 from rlhf_runtime.checkpoint.saved_groups import FindRow, read_groups
@@ -87,7 +86,7 @@ class RecordedStream(Stream):
     and rewards.
 
     Args:
-        file: {number of finished steps: file with the samples of the last of them}.
+        file: returns the file with the samples of the step that makes this number of finished steps.
         find: gives the row of a source at an index.
         oldest: largest number of steps between the weights of a token and the step that trains on it.
     """
@@ -240,14 +239,10 @@ class WaveStream(Stream):
             self.next_number += len(rows)
             counts["prompts"] += len(rows)
             for group in groups:
-                # accept() returns None for every cause and tells them apart only in its counts.
-                filtered = counts["filtered"]
-                part = self.acceptance.accept(group, counts)
+                part, outcome = self.acceptance.accept(group, counts)
                 if part is not None:
                     accepted.append(part)
                 if self.row_order is not None:
-                    rejected: Outcome = "filtered" if counts["filtered"] > filtered else "left_out"
-                    outcome = rejected if part is None else "kept"
                     finished.append(self.row_order.finished_group(group, self.generated, outcome))
         counts["short"] = float(self.batch_size - len(accepted))
         metrics = self.row_order.metrics() if self.row_order is not None else {}
