@@ -87,7 +87,6 @@ class Progress:
 
     Args:
         total: steps of the whole run.
-        first: steps that were done before a resume.
         show: output in addition to notes: ``all``; ``json``: each step's line of ``metrics.jsonl``; ``quiet``: nothing.
             With the last two, notes go to standard error.
         stream: where the display is written; None: standard output.
@@ -99,14 +98,15 @@ class Progress:
     def __init__(
         self,
         total: int,
-        first: int = 0,
         *,
         show: Show = "all",
         stream: TextIO | None = None,
         interval: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.total, self.first, self.steps_done = total, first, first
+        self.total = total
+        self.first = self.steps_done = 0
+        """Steps that were done before a resume, and by now (:meth:`begin`)."""
         self._quiet, self._interval, self._clock = show != "all", interval, clock
         self._lines = (stream or sys.stdout) if show == "json" else None
         """The stream for JSON lines."""
