@@ -101,19 +101,11 @@ class TimelineFile(Timeline):
         start: number of this start of the run, from 1.
         steps: number of steps that are written. After them the file is complete.
         note: called with the reason if the file cannot be written. The run continues.
-        clock: nanoseconds since 1970.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        start: int,
-        steps: int,
-        note: Callable[[str], None],
-        clock: Callable[[], int] = time.time_ns,
-    ) -> None:
+    def __init__(self, path: Path, start: int, steps: int, note: Callable[[str], None]) -> None:
         self._path, self._start, self._steps, self._note = path, start, steps, note
-        self._offset = clock() - time.perf_counter_ns()  # the wall clock may be set back during the run
+        self._offset = time.time_ns() - time.perf_counter_ns()  # the wall clock may be set back during the run
         self._step: int | None = None
         self._begun = 0
         self._free: defaultdict[Kind, list[int]] = defaultdict(list)
