@@ -299,34 +299,30 @@ KEEPS_KEYS = "keep:keys"
 
 def stream(run: RunPlugins) -> list[str]:
     """Problems of the options by which batches are made."""
-    config, generator = run.config, run.generator_class
+    if not run.online or run.config.stream.replay is not None:  # they describe how the recorded samples were drawn
+        return []
+    return _waves(run.config) if run.config.stream.mode == "waves" else _continuous(run)
+
+
+def _waves(config: RunFile) -> list[str]:
+    section, sync, problems = config.stream, config.sync, []
+    if section.order != "submission":
+        whole = "batches that are generated as a whole are in submission order"
+        problems.append(f"stream.order = {section.order!r}: {whole}")
+    if section.oversample is not None:
+        whole = "batches are generated as a whole, and no others are started meanwhile"
+        problems.append(f"stream.oversample = {section.oversample:g}: {whole}")
+    if sync.in_flight != "continue":
+        problems.append(f"sync.in_flight = {sync.in_flight!r}: no answer is unfinished when weights are sent")
+    if sync.keys != "recompute":
+        problems.append(f"sync.keys = {sync.keys!r}: no answer is unfinished when weights are sent")
+    return [f"{problem}. Remove it, or set --stream.mode continuous." for problem in problems]
+
+
+def _continuous(run: RunPlugins) -> list[str]:
+    config, section, generator = run.config, run.config.stream, run.generator_class
     launcher: type[Launcher] = run.parts["launcher"].resolved.cls
-    section = config.stream
     problems: list[str] = []
-    if not run.online or section.replay is not None:  # the options describe how the recorded samples were drawn
-        return problems
-    if section.mode == "waves":
-        if section.order != "submission":
-            problems.append(
-                f"stream.order = {section.order!r}: batches that are generated as a whole are in submission order. "
-                "Remove it, or set --stream.mode continuous."
-            )
-        if section.oversample is not None:
-            problems.append(
-                f"stream.oversample = {section.oversample:g}: batches are generated as a whole, and no others are "
-                "started meanwhile. Remove it, or set --stream.mode continuous."
-            )
-        if config.sync.in_flight != "continue":
-            problems.append(
-                f"sync.in_flight = {config.sync.in_flight!r}: no answer is unfinished when weights are sent. Remove "
-                "it, or set --stream.mode continuous."
-            )
-        if config.sync.keys != "recompute":
-            problems.append(
-                f"sync.keys = {config.sync.keys!r}: no answer is unfinished when weights are sent. Remove it, or set "
-                "--stream.mode continuous."
-            )
-        return problems
     if config.sync.keys == "keep" and config.sync.in_flight != "continue":
         problems.append(
             f"sync.keys = 'keep': with sync.in_flight = {config.sync.in_flight!r} no answer continues with new "

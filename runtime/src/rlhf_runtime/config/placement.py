@@ -26,30 +26,32 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
             problems.append(
                 f"{label}: this run has only {', '.join(parts)}.{did_you_mean(name, parts)} Remove the section."
             )
-        elif section.share is not None:
-            host = sections.get(section.share, PlacementSection())
-            if section.share == name or section.share not in parts:
-                hosts = ", ".join(h for h in parts if h != name)
-                problems.append(f"{label} shares the devices of {section.share!r}; it can only share those of {hosts}.")
-            elif host.share is not None:
-                problems.append(
-                    f"{label} shares with {section.share!r}, which shares with {host.share!r}: name {host.share!r} "
-                    "itself in both."
-                )
-            # Not whether it was set: the config.toml of a run has the default of every field.
-            elif section.devices != PlacementSection().devices and name != GENERATOR:
-                problems.append(
-                    f"{label}: it uses the devices of {section.share!r}; set only one of share and devices."
-                )
-            elif (ranks := ranks_of(sections, name)) * section.devices > (host.ranks or 1) * host.devices:
-                problems.append(
-                    f"{label}: {ranks} ranks x {section.devices} devices do not fit on the {host.ranks or 1} ranks "
-                    f"x {host.devices} devices = {(host.ranks or 1) * host.devices} of {section.share!r}. Lower its "
-                    f"ranks or devices, or raise those of {section.share!r}."
-                )
+        elif section.share is not None and (problem := _sharing_problem(sections, name, section.share, parts)):
+            problems.append(f"{label}{problem}")
     raise_problems("the placement does not work", problems)
     settings = {name: sections.get(name, PlacementSection()) for name in parts}
     return {name: Place(ranks_of(sections, name), s.devices, s.share) for name, s in settings.items()}
+
+
+def _sharing_problem(sections: Mapping[str, PlacementSection], name: str, share: str, parts: Sequence[str]) -> str:
+    """Why ``name`` cannot use the devices of ``share``; empty if it can."""
+    section, host = sections[name], sections.get(share, PlacementSection())
+    if share == name or share not in parts:
+        return (
+            f" shares the devices of {share!r}; it can only share those of {', '.join(h for h in parts if h != name)}."
+        )
+    if host.share is not None:
+        return f" shares with {share!r}, which shares with {host.share!r}: name {host.share!r} itself in both."
+    # Not whether it was set: the config.toml of a run has the default of every field.
+    if section.devices != PlacementSection().devices and name != GENERATOR:
+        return f": it uses the devices of {share!r}; set only one of share and devices."
+    ranks, host_ranks = ranks_of(sections, name), host.ranks or 1
+    if ranks * section.devices <= host_ranks * host.devices:
+        return ""
+    return (
+        f": {ranks} ranks x {section.devices} devices do not fit on the {host_ranks} ranks x {host.devices} devices = "
+        f"{host_ranks * host.devices} of {share!r}. Lower its ranks or devices, or raise those of {share!r}."
+    )
 
 
 def ranks_of(sections: Mapping[str, PlacementSection], name: str) -> int:
