@@ -31,7 +31,7 @@ class Suggestions:
     """Suggestions for one run. Nothing is imported until the first call.
 
     Args:
-        chosen: the selected plugins. Options of a plugin that cannot be imported are not suggested.
+        choices: the selected plugins. Options of a plugin that cannot be imported are not suggested.
     """
 
     def __init__(self, plugins: Plugins, choices: Chosen) -> None:

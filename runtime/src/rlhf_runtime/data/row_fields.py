@@ -82,7 +82,7 @@ class Cells:
         return [*messages]
 
     def images(self) -> list[Any]:
-        """The images in the row's column of images, in any form that :func:`image_file` reads."""
+        """The images in the row's column of images, in any form that :mod:`rlhf_runtime.data.image_files` reads."""
         value = self.values.get("images")
         if value is None or (isinstance(value, str) and not value):
             return []

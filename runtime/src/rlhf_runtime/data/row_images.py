@@ -128,7 +128,7 @@ class RowImages:
         """A turn that is not sampled. Its tokens have a placeholder for each image.
 
         Args:
-            messages: its messages, as :func:`as_people_read` returns them.
+            messages: its messages, as :func:`rlhf_runtime.data.messages.as_people_read` returns them.
         """
         all_ids, _, turn_images = self._place(ids, images, ())
         return Turn(all_ids, sampled=False, text=self._decode(ids), images=turn_images, messages=messages)
