@@ -75,7 +75,12 @@ class MainThread:
                 settle = partial(future.set_result, function())
             except Exception as error:
                 settle = partial(future.set_exception, error)
-            self._finish(future, settle)
+
+            def settle_if_waiting() -> None:
+                if not future.done():  # its coroutine may have been cancelled
+                    settle()
+
+            self.from_main(settle_if_waiting)
 
         self._jobs.put(job)
         return await future
@@ -128,13 +133,6 @@ class MainThread:
                 if time_s - max(stop_time, turned) >= self._grace:
                     self._stuck = True
                     raise StandstillError(_in_the_way(self._thread, self.stop.reason, time_s - turned))
-
-    def _finish(self, future: asyncio.Future[T], settle: Callable[[], None]) -> None:
-        def settle_if_waiting() -> None:
-            if not future.done():  # its coroutine may have been cancelled
-                settle()
-
-        self.loop.call_soon_threadsafe(settle_if_waiting)
 
 
 def _standing_still(thread: threading.Thread, seconds: float) -> str:
