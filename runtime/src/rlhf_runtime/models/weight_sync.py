@@ -224,9 +224,9 @@ class WeightSync:
         answers = generator.logprobs([c.ids for c in reference.canaries], *([images] if any(images) else []))
         check_answers(generator, answers, reference.canaries)
         formats = {self.policy.facts.dtype, *(p.dtype for p in proofs)}
-        coarse = FP8_TOLERANCE if "fp8" in formats else BF16_TOLERANCE if "bf16" in formats else None
-        differences = canary_differences(reference.canaries, reference.outputs()["logprobs"], answers, bool(coarse))
-        tolerance = self.section.tolerance or coarse or FP32_TOLERANCE
+        default = FP8_TOLERANCE if "fp8" in formats else BF16_TOLERANCE if "bf16" in formats else FP32_TOLERANCE
+        tolerance, coarse = self.section.tolerance or default, default != FP32_TOLERANCE
+        differences = canary_differences(reference.canaries, reference.outputs()["logprobs"], answers, coarse)
         # Not `gap > tolerance`, which is False for NaN.
         wrong = [canary for canary, gap in zip(reference.canaries, differences, strict=True) if not gap <= tolerance]
         largest = float(torch.tensor(differences).max())  # NaN, if one is
@@ -315,25 +315,25 @@ def image_canary(draw: random.Random, vocabulary: int, place: ImageTokens, longe
 
 
 def canary_differences(
-    canaries: Sequence[Canary], logprobs_N: Tensor, engines: Sequence[Sequence[Sequence[float]]], bf16: bool
+    canaries: Sequence[Canary], logprobs_N: Tensor, engines: Sequence[Sequence[Sequence[float]]], coarse: bool
 ) -> list[float]:
     """For each canary, the |difference| of log-probs of the engine that differs most; NaN if either side is not finite.
-    In fp32 it is the mean over the canary's tokens, because a wrong expert moves few tokens. In bf16 it is the median
-    over the tokens of all canaries with images, or without, because rounding moves single tokens of a real model by
-    several nats, and at times most tokens of one canary.
+    In fp32 it is the mean over the canary's tokens, because a wrong expert moves few tokens. In bf16 and fp8 it is the
+    median over the tokens of all canaries with images, or without, because rounding moves single tokens of a real model
+    by several nats, and at times most tokens of one canary.
 
     Args:
         logprobs_N: the trainer's log-probs of all tokens.
         engines: the answers of :meth:`rlhf.interfaces.TakesTensors.logprobs`.
-        bf16: whether either side computes in bf16.
+        coarse: whether either side computes in bf16 or fp8.
     """
     logprobs = logprobs_N.split([len(c.ids) for c in canaries])
     gaps = [
         torch.stack([(torch.tensor(engine[i][c.first - 1 :]) - logprobs_T[c.first :]).abs() for engine in engines])
         for i, (c, logprobs_T) in enumerate(zip(canaries, logprobs, strict=True))
     ]  # of each canary [engine, token]
-    if bf16:
+    if coarse:
         kinds = [bool(c.images) for c in canaries]
         gaps = [torch.cat([x for x, other in zip(gaps, kinds, strict=True) if other == kind], 1) for kind in kinds]
-    ends = [(x.median(1).values if bf16 else x.mean(1)) + 0 * x.sum(1) for x in gaps]  # NaN if a token is not finite
+    ends = [(x.median(1).values if coarse else x.mean(1)) + 0 * x.sum(1) for x in gaps]  # NaN if a token is not finite
     return [float(x.max()) for x in ends]
