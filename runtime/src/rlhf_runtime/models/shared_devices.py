@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 from rlhf.errors import RlhfError
@@ -37,8 +37,8 @@ class Phases:
         peers = [roles[name] for name in shared if name in roles and not isinstance(roles[name], PrecomputedRole)]
         self.neighbours = list({id(role.group): role for role in peers}.values())  # two roles may be views of one model
         self.active = bool(shared)
-        self._aside = False
-        """Whether the generator is awake."""
+        self._offloaded = False
+        """Whether the roles have made room for the generator."""
         self._stays_awake = False
         # Engines start awake, but the roles use the devices until the first sync.
         if self.active:
@@ -53,7 +53,7 @@ class Phases:
         self.begin_sync()
         if self._sleeper is not None and self._sleeper.wake():
             self._refresh()
-        with self._then_learning(is_outermost=not self._stays_awake):
+        with nullcontext() if self._stays_awake else self._then_learning():
             yield
 
     @contextmanager
@@ -70,17 +70,17 @@ class Phases:
     def begin_sync(self) -> None:
         """Make room for new weights, which wake the generator. The roles stay offloaded until they learn again, because
         generation usually comes before that."""
-        if self.active and not self._aside:
+        if self.active and not self._offloaded:
             for role in self.neighbours:
                 role.every("offload")
-            self._aside = True
+            self._offloaded = True
 
     def begin_learning(self) -> None:
         """Give the devices back to the roles, which reload their offloaded state. If a role fails, the others still
         reload, because they may be saved. The error is raised afterwards."""
-        if not (self.active and self._aside):
+        if not (self.active and self._offloaded):
             return
-        self._aside = False
+        self._offloaded = False
         failed: list[RlhfError] = []
         turns: list[Callable[[], object]] = [partial(role.every, "reload") for role in self.neighbours]
         # The engine first, because the roles reload into the memory that it frees.
@@ -97,15 +97,12 @@ class Phases:
             self._sleeper.sleep()
 
     @contextmanager
-    def _then_learning(self, is_outermost: bool = True) -> Iterator[None]:
-        """Call :meth:`begin_learning` after the body (if ``is_outermost``), also if the body fails. The body's error
-        is raised."""
+    def _then_learning(self) -> Iterator[None]:
+        """Call :meth:`begin_learning` after the body, also if the body fails. The body's error is raised."""
         try:
             yield
         except BaseException:
             with suppress(RlhfError):
-                if is_outermost:
-                    self.begin_learning()
+                self.begin_learning()
             raise
-        if is_outermost:
-            self.begin_learning()
+        self.begin_learning()
