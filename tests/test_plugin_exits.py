@@ -61,6 +61,30 @@ def test_a_run_goes_on_without_an_optional_observer_that_fails_after_the_start(s
     assert len(run.lines()) == (0 if hook == "run_started" else 2)
 
 
+ENDS = """
+from pathlib import Path
+from rlhf.interfaces import Observer
+class Ends(Observer):
+    name = "ends"
+    def step_finished(self, step, metrics):
+        if {raises} and step == 2:
+            raise ValueError("the server is gone")
+    def run_ended(self, status):
+        if {raises}:
+            raise ValueError("it is still gone")
+        Path(__file__).with_suffix(".txt").write_text(status)
+"""
+
+
+def test_an_observer_whose_end_fails_hides_neither_the_first_error_nor_the_end_from_others(shop) -> None:
+    files = [shop.file(f"{name}.py", ENDS.format(raises=name == "first")) for name in ("first", "second")]
+    run = shop.run("sft", "run", observer=[{"use": f"file:{file}"} for file in files])
+    assert run.code == 1
+    assert "rlhf: observer 'first', step_finished raised ValueError: the server is gone" in run.err
+    assert "observer 'first', run_ended raised ValueError: it is still gone" in run.said
+    assert files[1].with_suffix(".txt").read_text() == "failed"
+
+
 def test_a_reward_that_exits_fails_its_sample(shop) -> None:
     file = shop.file("exits.py", REWARD)
     run = shop.run("rloo", "run", reward=[{"use": f"file:{file}"}])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -285,6 +285,12 @@ class Reports:
         """Call the method ``event`` of every observer. Raises RlhfError naming the observer and the event."""
         for name in list(self._observers):
             self._call(name, event, *arguments)
+
+    def end(self, status: str) -> None:
+        """Call ``run_ended`` of every observer, even if another one raises RlhfError. The last error is raised."""
+        with ExitStack() as calls:
+            for name in reversed(list(self._observers)):
+                calls.callback(self._call, name, "run_ended", status)
 
     def _call(self, name: str, event: str, *arguments: Any) -> None:
         try:

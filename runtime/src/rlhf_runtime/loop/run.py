@@ -297,9 +297,14 @@ class Run:
                 self._publish()
         finally:
             self.resources.callback(self.progress.close)
-            self.resources.callback(self.reports.observe, "run_ended", self.status)
-            self.resources.callback(self._record_end, sys.exception())
-            self.resources.close()  # calls all callbacks, the latest first, even if one raises
+            self.resources.callback(self.reports.end, self.status)
+            self.resources.callback(self._record_end, error := sys.exception())
+            try:
+                self.resources.close()  # calls all callbacks, the latest first, even if one raises
+            except Exception as failure:
+                if error is None:
+                    raise
+                self.progress.note(str(failure))  # the error that ended the run is shown at the end
 
     def _publish(self) -> None:
         """Write the final models. A run that cannot write them has failed."""
