@@ -12,7 +12,7 @@ import pytest
 from judge_server import JudgeServer, answers_in, by_length
 from pydantic import ValidationError
 from rlhf.errors import ConfigError, RewardError
-from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf.types import Group, Image, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_judge import JudgeReward, reward
 from rlhf_runtime.config.load import load
 
@@ -70,6 +70,17 @@ def test_a_pair_is_compared_in_both_orders_and_a_tie_is_half(server) -> None:
     server.reply = lambda _: '{"reason": "I like the first", "winner": "A"}'
     assert [r.value for r in score(judge, "x", "yy")] == [0.5, 0.5], "a judge who prefers a place prefers no answer"
     assert score(judge, "alone")[0].value is None
+
+
+def test_a_judge_that_does_not_see_the_images_of_samples_says_so_once(server, caplog) -> None:
+    judge, samples = make_judge(server), group("red", "blue")
+    asyncio.run(judge.score(samples))
+    assert not caplog.messages
+    samples.trajectories[0].turns[0].images = (Image(b"", 0, 1, [1]),)
+    for _ in range(2):
+        asyncio.run(judge.score(samples))
+    [message] = caplog.messages
+    assert message == "reward 'judge': samples have images, which the judge does not see: it reads texts only."
 
 
 def test_a_file_of_a_run_can_hold_all_options(server, tmp_path) -> None:

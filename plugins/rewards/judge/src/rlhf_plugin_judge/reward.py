@@ -64,13 +64,16 @@ class JudgeReward(Reward):
         self._questions = Questions(c, self._form)
         self._cache = Cache(c.cache)
         self._endpoint = JudgeEndpoint(c.url, c.token_env, c.timeout, c.max_requests)
-        self._warned = False
+        self._warned = self._warned_of_images = False
 
     def columns(self) -> tuple[str, ...]:
         """A template may read further columns. They are known only when it is rendered."""
         return () if self.config.reference is None else (self.config.reference,)
 
     async def score(self, group: Group) -> list[RewardResult]:
+        if not self._warned_of_images and any(turn.images for t in group.trajectories for turn in t.turns):
+            _LOG.warning("reward 'judge': samples have images, which the judge does not see: it reads texts only.")
+            self._warned_of_images = True
         if self.config.mode == "pairwise":
             return await self._compare(group)
         return await _all(self._rate(t) for t in group.trajectories)
