@@ -164,7 +164,7 @@ def _file(name: str, names: Collection[str]) -> str:
     """``policy/loss.kl`` for ``policy/loss/kl`` if ``policy/loss`` is a metric too, because in a folder each metric is
     a file."""
     parts = name.split("/")
-    for length in range(len(parts) - 1, 0, -1):
+    for length in range(1, len(parts)):  # the shortest first: it is the file that can be no folder
         if (front := "/".join(parts[:length])) in names:
             return ".".join([front, *parts[length:]])
     return name
