@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, PluginInvalid
 from rlhf.interfaces import Reward
 from rlhf.plugins import Plugins
 from rlhf.types import Group, RewardResult, RoleSpec
@@ -33,3 +33,11 @@ def test_two_rewards_that_declare_one_role_differently_are_refused():
     assert roles["judge"].model == "one"
     with pytest.raises(ConfigError, match=r"reward 'a' and reward 'b' declare the role 'judge' differently.*`role`"):
         declared_roles(algorithm, [judge("a", "one"), judge("b", "two")])
+
+
+def test_a_reward_that_returns_no_roles_is_named(monkeypatch):
+    algorithm, _ = build_algorithm(Plugins.discover(), Choice(use="rloo"))
+    reward = judge("a", "one")
+    monkeypatch.setattr(reward.instance, "roles", lambda: None)
+    with pytest.raises(PluginInvalid, match=r"roles\(\) of reward 'a' returned NoneType None; allowed: a tuple"):
+        declared_roles(algorithm, [reward])

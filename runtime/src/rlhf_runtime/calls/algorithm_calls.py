@@ -1,4 +1,5 @@
-"""Calls of the methods of algorithms and losses. An error names the method, its owner and what it must return."""
+"""Calls of the methods of algorithms, losses and rewards. An error names the method, its owner and what it must
+return."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlhf.errors import PluginInvalid, TrainingError, boundary, brief
-from rlhf.interfaces import Algorithm, Loss
+from rlhf.interfaces import Algorithm, Loss, Reward
 from rlhf.types import Annotation, Needs, RoleSpec, Snapshot, Update
 
 ITEMS: Mapping[str, tuple[tuple[type[Any], ...], str]] = {
@@ -15,13 +16,14 @@ ITEMS: Mapping[str, tuple[tuple[type[Any], ...], str]] = {
     "conflicts": ((str,), "a list of sentences, [] for none"),
     "columns": ((str,), "a list of names of columns, [] for none"),
     "prepass": ((Annotation,), "a tuple of Annotations, () for none"),
+    "roles": ((RoleSpec,), "a tuple of RoleSpecs, () for none"),
 }
 """{method that returns a list: (types of its items, what it returns)}."""
 
 
-def ask(plugin: Algorithm | Loss, method: str, *arguments: Any) -> list[Any]:
+def ask(plugin: Algorithm | Loss | Reward, method: str, *arguments: Any) -> list[Any]:
     """The list that a method of :data:`ITEMS` returns. Raises TrainingError or PluginInvalid."""
-    owner = "loss" if isinstance(plugin, Loss) else "algorithm"
+    owner = "loss" if isinstance(plugin, Loss) else "reward" if isinstance(plugin, Reward) else "algorithm"
     label, (kinds, form) = f"{method}() of {owner} {plugin.name!r}", ITEMS[method]
     with boundary(TrainingError, label):
         value = getattr(plugin, method)(*arguments)

@@ -16,7 +16,7 @@ from rlhf_hub.hub import Commits
 from rlhf_hub.processors import reads_images
 from rlhf_hub.published import pinned
 
-from rlhf_runtime.calls.algorithm_calls import needs_of
+from rlhf_runtime.calls.algorithm_calls import ask, needs_of
 from rlhf_runtime.config.components import Selection, Selections
 from rlhf_runtime.config.placement import divided, placement
 from rlhf_runtime.config.runfile import RunFile
@@ -319,10 +319,12 @@ def active_rewards(selections: Selections) -> list[ActiveReward]:
 
 
 def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dict[str, RoleSpec]:
-    """The roles of a run by name. Raises ConfigError if two plugins declare a role differently."""
+    """The roles of a run by name. Raises ConfigError if two plugins declare a role differently, and PluginInvalid if a
+    reward declares something else."""
     declared: dict[str, tuple[RoleSpec, str]] = {}
     declarations = [(role, f"algorithm {algorithm.name!r}") for role in algorithm.needs().roles]
-    for role, owner in declarations + [(role, f"reward {r.name!r}") for r in rewards for role in r.instance.roles()]:
+    declarations += [(role, f"reward {r.name!r}") for r in rewards for role in ask(r.instance, "roles")]
+    for role, owner in declarations:
         first, other = declared.setdefault(role.name, (role, owner))
         if first != role:
             raise ConfigError(
