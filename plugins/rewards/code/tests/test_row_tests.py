@@ -39,6 +39,18 @@ def test_layouts(value, tests) -> None:
     assert read(json.dumps(value)) == tests
 
 
+@pytest.mark.parametrize("metadata", [{"func_name": "f"}, '{"func_name": "f"}'])
+def test_the_row_names_the_function_of_its_calls(metadata) -> None:
+    """LiveCodeBench's rows, whose metadata is text, and DeepCoder's; metadata of rows of scripts have no name."""
+    case = {"input": "[1]\n2", "output": "[3]", "testtype": "functional"}
+    for tests in ([case], json.dumps([case]), [{**case, "metadata": {"func_name": None}}]):
+        row = Row({"tests": tests, "metadata": metadata}, "unit", 0)
+        assert read_tests(row, "tests") == [CallTest("f", [[1], 2], ([3],))]
+    script = [{"input": "1", "output": "2", "testtype": "stdin"}]
+    for other in (metadata, "{}", None):
+        assert read_tests(Row({"tests": script, "metadata": other}, "unit", 0), "tests") == [StdinTest("1", "2")]
+
+
 CHECK = "def check(candidate):\n    assert candidate(1) == 2\n"
 
 

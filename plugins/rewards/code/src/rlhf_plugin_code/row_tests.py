@@ -81,7 +81,8 @@ def read_tests(row: Row, column: str) -> Tests | None:
             raise RewardError(f"{label} holds text that is {problem}. {LAYOUTS}") from None
     if _is_list(value) and value and all(isinstance(text, str) for text in value):
         return _assertions(row, value, label)
-    tests = _columns(value, label) if isinstance(value, Mapping) else _list(value, label)
+    name = row.get("metadata.func_name")
+    tests = _columns(value, label) if isinstance(value, Mapping) else _list(value, label, name)
     if not tests:
         raise RewardError(f"{label} holds no test. Give at least one, or None where the reward does not apply.")
     return tests
@@ -119,7 +120,11 @@ def _python(text: str, *kinds: type[ast.AST]) -> bool:
         return False
 
 
-def _list(value: Any, label: str) -> list[StdinTest] | list[CallTest]:
+def _list(value: Any, label: str, name: Any) -> list[StdinTest] | list[CallTest]:
+    """
+    Args:
+        name: the function's name in the row's column ``metadata``, for calls that do not have it.
+    """
     if not _is_list(value):
         raise RewardError(f"{label} holds {brief(value)}. {LAYOUTS}")
     stdin: list[StdinTest] = []
@@ -134,7 +139,7 @@ def _list(value: Any, label: str) -> list[StdinTest] | list[CallTest]:
         elif keys == {"function", "args", "expected"}:
             calls.append(_call(case["function"], case["args"], case["expected"], test_label))
         elif keys and {"input", "output"} < keys <= _OF_KINDS:
-            test = _of_kind(case, test_label)
+            test = _of_kind(case, test_label, name)
             stdin, calls = (stdin, [*calls, test]) if isinstance(test, CallTest) else ([*stdin, test], calls)
         else:
             raise RewardError(f"{test_label} is {brief(case)}. {LAYOUTS}")
@@ -143,15 +148,17 @@ def _list(value: Any, label: str) -> list[StdinTest] | list[CallTest]:
     return stdin or calls
 
 
-def _of_kind(case: Mapping[str, Any], label: str) -> StdinTest | CallTest:
+def _of_kind(case: Mapping[str, Any], label: str, row_name: Any) -> StdinTest | CallTest:
     """A test that says whether it is a call: in ``type`` (PrimeIntellect's data sets) or ``testtype`` (LiveCodeBench,
     where arguments and result are lines of JSON)."""
     metadata = case.get("metadata")
     name = case.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
     calls = case.get("testtype", case.get("type")) not in (None, "stdin", "stdin_stdout")
+    name = name or (row_name if calls else None)
     if calls != bool(name):
         raise RewardError(
-            f"{label} is {brief(case)}: a call needs its function's name (fn_name or metadata.func_name)."
+            f"{label} is {brief(case)}: a call needs its function's name (fn_name or metadata.func_name, or "
+            "metadata.func_name of the row)."
         )
     if not calls:
         return StdinTest(_lines(case["input"], f"{label}, input"), _lines(case["output"], f"{label}, output"))
