@@ -288,7 +288,9 @@ def test_missing_unreadable_and_invalid_files(tmp_path, write):
     assert "line 2" in message
     assert "--data FILE" not in message
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}')
-    assert "To pass a file of rows, use --data FILE" in refused(str(tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1\xff")
+    for name in ("rows.jsonl", "rows.parquet"):
+        assert refused(str(tmp_path / name)).endswith("To pass a file of rows, use --data FILE.")
     assert "cannot read the run file" in (message := refused(str(tmp_path)))
     assert "--model" not in message
     (tmp_path / "config.toml").write_text("")

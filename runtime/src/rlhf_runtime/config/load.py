@@ -63,7 +63,7 @@ def load(
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also an integer of thousands of digits, and thousands of brackets
-        flag = "" if file_name.endswith(".toml") else " To pass a file of rows, use --data FILE."
+        flag = "" if file_name.endswith(".toml") else _OF_ROWS
         raise ConfigError(f"{path} is not valid TOML: {error}.{flag}{unquoted(text, str(error))}") from None
     origins = {p: f"{file_name}, line {n}" for p, n in line_numbers(text).items()}
     _check_depth(data)
@@ -188,6 +188,9 @@ def _plain_key(key: str) -> str:
     return ".".join(part.strip().strip("\"'") for part in key.split("."))
 
 
+_OF_ROWS = " To pass a file of rows, use --data FILE."
+
+
 def _read(path: str) -> str:
     file = Path(path)
     try:
@@ -198,9 +201,9 @@ def _read(path: str) -> str:
         raise ConfigError(f"the run file {path} does not exist.{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         config = file / "config.toml"
-        hint = (
-            f" The run file of this run is {config}; its model is --model {file / 'model'}." if config.exists() else ""
-        )
+        hint = _OF_ROWS if isinstance(error, UnicodeDecodeError) else ""
+        if config.exists():
+            hint = f" The run file of this run is {config}; its model is --model {file / 'model'}."
         raise ConfigError(f"cannot read the run file {path}: {error}.{hint}") from None
 
 
