@@ -81,6 +81,8 @@ def test_a_tokenizer_may_have_another_template_for_tools(tokenizer_with):
         (CHATML, {}, [ADD], "the chat template does not read tools"),
         (f"{{% if tools %}}{{{{ tools[0].function.name }}}}{{% endif %}}{CHATML}", {}, [ADD, LOOK_UP],
          "leaves out the tool 'look_up'"),
+        (f"{{% for t in tools or [] %}}{{{{ t.function.name }}}}{{% endfor %}}{CHATML}", {}, [ADD["function"]],
+         r"column 'tools': the chat template refuses the tools: Undefined.* only as \{type: function, function: "),
         (HERMES, {"tools": [ADD]}, [ADD], r"data\.template_kwargs\.tools"),
         (HERMES, {}, "[{", "JSON as text"),
         (HERMES, {}, {"add": 1}, "must be a list of tools"),

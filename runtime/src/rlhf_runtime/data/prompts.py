@@ -274,20 +274,36 @@ class RowTools:
             if self._first is None:
                 self._first = self._chat.for_tools(tools)
             chat = self._first.with_tools(tools)
-            _check(self._first, tools)
+            _check(self._chat, self._first, tools)
             if len(self._templates) >= _CACHED:
                 self._templates.clear()
             self._templates[key] = chat
         return self._templates[key]
 
 
-def _check(chat: ChatTemplate, tools: Tools) -> None:
-    """Raises DataError: the template leaves out a tool."""
+_ASKED = [{"role": "user", "content": "x"}]
+
+
+def _check(plain: ChatTemplate, chat: ChatTemplate, tools: Tools) -> None:
+    """Raises DataError: the template refuses the tools, or leaves out one of them.
+
+    Args:
+        plain: the template without tools.
+    """
     marked = chat.with_tools([_renamed(tool, mark(number)) for number, tool in enumerate(tools)])
     try:
-        text = marked.text([{"role": "user", "content": "x"}], answer=True)
-    except DataError:  # the template needs other messages; the error about the row says which
-        return
+        text = marked.text(_ASKED, answer=True)
+    except DataError as error:
+        try:
+            plain.text(_ASKED, answer=True)
+        except DataError:  # the template needs other messages; the error about the row says which
+            return
+        cause = error.__cause__ or error
+        raise DataError(
+            f"column {TOOLS!r}: the chat template refuses the tools: {type(cause).__name__}: {cause}. Many "
+            "templates read a tool only as {type: function, function: {name, description, parameters}}, with a JSON "
+            "schema as parameters: write the column in this form, or use another template (data.chat_template)"
+        ) from error
     for number, tool in enumerate(tools):
         if mark(number) not in text and json.dumps(mark(number))[1:-1] not in text:
             raise DataError(
