@@ -63,6 +63,22 @@ def test_a_generator_without_a_copy_of_the_weights_replays_a_run_that_sent_weigh
     assert rerun.weights == run.weights
 
 
+def test_a_run_of_several_processes_is_replayed_in_one(shop: Workshop) -> None:
+    run = shop.train("grpo", "run")
+    file = run.path / "config.toml"
+    places = {"policy": {"ranks": 2, "devices": 1}, "generator": {"ranks": 2, "devices": 1, "share": "policy"}}
+    changes = {"placement": places, "sync": {"transport": "shared"}}
+    file.write_text(tomli_w.dumps(merged(tomllib.loads(file.read_text()), changes)))
+    rerun = replay(shop, run, "--launcher.use", "local", output="local")
+    assert rerun.code == 0, rerun.said
+    assert rerun.weights == run.weights
+    for option in ("placement.policy.ranks = integer 2", "placement.generator.share = ", "sync.transport = "):
+        assert option in rerun.err, "the note names it"
+    assert "devices" not in rerun.err, "it has its default"
+    refused = replay(shop, run, "--launcher.use", "local", "--placement.policy.ranks", "2", output="x")
+    assert "launcher 'local' has one process" in refused.said
+
+
 @pytest.mark.parametrize("options", [{}, {"cpus": 2, "namespace": "mine"}], ids=["defaults", "options"])
 @pytest.mark.parametrize("trainer", ["torch", "deepspeed"])
 def test_a_run_of_other_plugins_is_replayed_here(shop: Workshop, options: dict[str, Any], trainer: str) -> None:

@@ -22,7 +22,8 @@ class ReplayCommand(Command):
     The run file is RUN's own. So a run whose samples depended on the clock can be repeated. With one rank of the same
     trainer it ends with the same weights, bit for bit, unless RUN was resumed with more steps: its learning rates are
     then those of a run that had so many steps from the start. Dotted flags change where it runs, for example
-    --launcher.use local. Options that the plugin of such a flag does not have are left out with a note.
+    --launcher.use local. Options that the plugin of such a flag does not have are left out with a note, and so is
+    [placement] if the launcher has one process.
     """
 
     name = "replay"
@@ -49,7 +50,7 @@ class ReplayCommand(Command):
         left_out: list[str] = []
         config = load(run_file, [*flags, *dotted(args.overrides)], left_out=left_out)
         if left_out:
-            note(f"left out, because the plugins chosen by flags do not have these options: {', '.join(left_out)}")
+            note(f"left out, because the plugins chosen by flags do not read these options: {', '.join(left_out)}")
         look_for_models(config)
         with standard_streams():
             finished = train(config, Plugins.discover())

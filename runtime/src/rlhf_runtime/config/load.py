@@ -29,7 +29,7 @@ from rlhf_runtime.config.flag_values import PYTHON_BOOLEANS, FlagText, PythonVal
 from rlhf_runtime.config.overrides import RUNTIME, Override, Overrides
 from rlhf_runtime.config.problems import describe, origin, raise_problems, type_and_value
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
-from rlhf_runtime.config.sections import Choice
+from rlhf_runtime.config.sections import Choice, PlacementSection, SyncSection
 from rlhf_runtime.config.suggestions import Chosen, Suggestions
 
 MAX_DEPTH = 100
@@ -52,8 +52,9 @@ def load(
             ``reward``, ``observer``, ``data.train`` and ``data.eval`` alone replace the whole list.
         plugins: plugins whose options and names are suggested; default: the installed ones.
         left_out: if a flag replaces a launcher, trainer or generator by a plugin that lacks some of its options, these
-            options are left out and added to this list. None: they are refused, unless they are defaults of the
-            replaced plugin, as in the file that a run writes.
+            options are left out and added to this list. So are the placement and the transport of weights, if the
+            launcher has one process. None: they are refused, unless they are defaults of the replaced plugin, as in the
+            file that a run writes.
         algorithm: the algorithm if the file names none, for commands that do not use it.
 
     Raises ConfigError listing every problem with its path, its origin, the value got and the allowed values.
@@ -74,6 +75,8 @@ def load(
         data = {"algorithm": {"use": algorithm}, **data}
     for kind in RUNTIME:
         _leave_out_unread(data.get(kind), kind, overrides, plugins, left_out)
+    if left_out is not None:
+        _leave_out_processes(data, overrides, plugins, left_out)
     layers = Overrides(data, origins, lambda key: Suggestions(plugins, _chosen_in(layers.data)).suggest(key, (), True))
     layers.apply(overrides)
     _check_depth(layers.data)
@@ -286,6 +289,25 @@ def _leave_out_unread(
             del table[name]
         elif left_out is not None:
             left_out.append(f"{kind}.{name} = {type_and_value(table.pop(name))}")
+
+
+def _leave_out_processes(
+    data: dict[str, Any], overrides: Sequence[Override], plugins: Plugins, left_out: list[str]
+) -> None:
+    """Remove what assigns devices to several processes, if a flag selects a launcher with one process."""
+    names = [value for key, value in overrides if key in ("launcher", "launcher.use") and isinstance(value, str)]
+    try:
+        if not names or "in_process" not in plugins.resolve("launcher", names[-1]).cls.capabilities:
+            return
+    except PluginError:  # reported when the plugin is selected
+        return
+    sections: list[tuple[str, Any, Any]] = [("sync", data.get("sync"), {"transport": SyncSection().transport})]
+    if isinstance(places := data.get("placement"), dict):
+        sections += [(f"placement.{role}", table, PlacementSection().model_dump()) for role, table in places.items()]
+    for section, table, defaults in sections:
+        for name, default in defaults.items() if isinstance(table, dict) else ():
+            if (value := table.pop(name, default)) != default:
+                left_out.append(f"{section}.{name} = {type_and_value(value)}")
 
 
 def _secret_problems(data: Any, origins: Mapping[str, str]) -> list[str]:
