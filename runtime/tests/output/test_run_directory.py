@@ -408,6 +408,7 @@ def test_a_saved_run_is_not_replaced_without_overwrite(tmp_path, saved):
     begin(tmp_path).close()
     (tmp_path / saved).mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "stall-policy-0.txt").touch()  # of a launcher with worker processes
     with pytest.raises(ConfigError, match=r"already holds a run.*delete it with --overwrite"):
         RunDirectory.create(tmp_path)
     assert (tmp_path / saved).exists()

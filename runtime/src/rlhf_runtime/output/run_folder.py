@@ -17,7 +17,8 @@ from rlhf_runtime.output.metrics import read_metrics
 
 _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
 _RUN_ITEMS = (*_HOLDS_A_RUN, "rollouts", "evaluations", "exports", "skipped", "precomputed", "timeline.json", "workers")
-"""The names that a run writes, in addition to ``model-<role>``. Launchers write ``workers``: the output of workers."""
+"""The names that a run writes, in addition to ``model-<role>``. Launchers write ``workers``, the output of workers, and
+``stall-<role>-<rank>.txt``, reports about stalled workers."""
 REPORT = "report.html"
 """The page of a run. Other programs use this name too, so the file is replaced only if a run wrote it."""
 REPORT_MARK = b'<meta name="generator" content="rlhf report">'
@@ -111,7 +112,8 @@ def is_report(page: Path) -> bool:
 def clear(path: Path, keep: Collection[str]) -> None:
     """Delete the files that a run wrote, except ``keep``. The manifest is deleted last, because it identifies the
     folder as a run."""
-    items = [path / name for name in _RUN_ITEMS if name not in keep] + sorted(path.glob("model-*"))
+    items = [path / name for name in _RUN_ITEMS if name not in keep]
+    items += sorted(item for pattern in ("model-*", "stall-*.txt") for item in path.glob(pattern))
     items += [page for page in path.glob(REPORT) if page.is_file() and is_report(page)]
     for item in sorted(items, key=lambda item: item.name == "manifest.json"):
         if item.is_dir() and not item.is_symlink():
