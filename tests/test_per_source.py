@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import tomllib
@@ -178,6 +179,25 @@ def test_sources_of_rewards_are_checked(shop: Workshop, sources: Any, message: s
     run = shop.run_config(config(shop, "run", reward=settings), "--dry-run")
     assert run.code != 0
     assert message in run.said
+
+
+def test_jobs_read_a_run_file_whose_rewards_name_sources_of_training_rows(shop: Workshop) -> None:
+    """These rows are not read. The reward of the held-out rows gives the same as in the run's own evaluation."""
+    digits, short = rewards(shop)
+    settings = [{**digits, "sources": ["math", "held_out"]}, short]
+    held_out = [{"path": str(shop.rows("held_out.jsonl", [{**row, "of": "math"} for row in PROMPTS[:3]]))}]
+    file = config(shop, "run", reward=settings, run={"steps": 1}, data={"eval": held_out})
+    (line,) = shop.train_config(file).lines()
+    path = shop.folder / "run.toml"
+    evaluated = shop.command("eval", str(path), "--model", str(shop.folder / "run" / "model"), "--json")
+    assert evaluated.code == 0, evaluated.said
+    metrics = json.loads(evaluated.out)
+    assert (metrics["prompts"], metrics["reward"]) == (3, line["eval/reward"])
+    scores = shop.folder / "scores.jsonl"
+    for words in (["score", str(path), "-o", str(scores)], ["rewards", "try", str(path)], ["rewards", "try", "RUN"]):
+        job = shop.command(*(str(shop.folder / "run") if word == "RUN" else word for word in words))
+        assert job.code == 0, job.said
+    assert [json.loads(row)["rewards"]["short"]["value"] for row in scores.read_text().splitlines()] == [None] * 3
 
 
 def test_killed_and_resumed_it_is_the_run_that_was_never_interrupted(forks: Forks, shop: Workshop) -> None:

@@ -297,7 +297,9 @@ def curriculum(run: RunPlugins) -> list[str]:
 
 def reward_sources(run: RunPlugins) -> list[str]:
     """Names that are not sources, and sources whose rows no reward scores. Held-out rows must always be scored.
-    Training rows must be scored if the run learns from rewards, except demonstrations."""
+    Training rows must be scored if the run learns from rewards, except demonstrations.
+
+    A job reads only some of the sources of its run file, so its rewards may name others."""
     config = run.config
     trains = run.trains and run.scored and run.algorithm.needs().reward and run.online
     labels = list(dict.fromkeys(source.label for source in (*config.data.train, *config.data.eval)))
@@ -306,7 +308,7 @@ def reward_sources(run: RunPlugins) -> list[str]:
         f"{', '.join(map(repr, labels)) or 'none'}."
         for reward in config.reward
         for source in reward.sources
-        if source not in labels
+        if source not in labels and run.trains
     ]
     rewards = [reward for reward in run.rewards if not reward.instance.is_teacher]
     if config.env is not None or not rewards or any(not reward.sources for reward in rewards):
