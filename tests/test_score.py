@@ -190,6 +190,34 @@ def test_a_failed_call_is_continued_and_nothing_is_scored_twice(shop: Workshop, 
     assert json.loads(stdout)["means"]["reward"] == pytest.approx((10 + 90 * 2 + 50 * 3) / 3 / 150)
 
 
+def test_scores_of_a_model_that_changed_under_its_path_are_not_continued(shop: Workshop, say: Say) -> None:
+    data = shop.rows("many.jsonl", [{"prompt": f"{n}+1=", "response": str(n)} for n in range(70)])
+    marker, judge, out = shop.folder / "down", shop.folder / "judge", shop.folder / "scored.jsonl"
+    text = (
+        "import os\nasync def score(prompt, completion, row):\n"
+        f"    assert not (completion == '69' and os.path.exists({str(marker)!r})), 'server is down'\n    return 0.0\n"
+    )
+    text_of_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    template = shop.file("chat.jinja", text_of_template)
+    rewards = ("--reward", f"model:{judge}", "--reward", f"file:{shop.file('down.py', text)}")
+    words = ("score", *rewards, "--data", data, "-o", out, "--roles.reward_model.dtype", "fp32")
+    words = (*words, "--data.chat_template", template)
+    tiny_model(judge, head="scalar", hidden=16, heads=2, kv_heads=1)
+    marker.touch()
+    assert "server is down" in say(*words)[2]
+    marker.unlink()
+    template.write_text(f"{text_of_template}{{# #}}")
+    code, _, err = say(*words)
+    assert (code, "was started with different values of chat template" in err) == (2, True), err
+    template.write_text(text_of_template)
+    tiny_model(judge, head="scalar", hidden=16, heads=2, kv_heads=1, seed=1)
+    code, _, err = say(*words)
+    assert (code, "was started with different values of model files" in err) == (2, True), err
+    tiny_model(judge, head="scalar", hidden=16, heads=2, kv_heads=1)
+    code, _, err = say(*words)
+    assert (code, "continuing after 64 of 70 rows" in err) == (0, True), err
+
+
 def test_rewards_come_from_a_run_file_and_unusable_answers_are_counted(shop: Workshop, say: Say) -> None:
     rows = [*ROWS[:2], {"prompt": "1+1=", "answer": "2", "responses": ["2", ""]}, {"prompt": "1", "responses": []}]
     data, out = shop.rows("rows.jsonl", rows), shop.folder / "scored.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.prepare import PlacedPlugins
+from rlhf_runtime.setup.resume import content_of_models
 
 TOTAL = ""
 """The name of the weighted sum of all rewards, in :attr:`ScoreTotals.sums`."""
@@ -94,7 +96,7 @@ def score_answers(
     answers = DatasetAnswers(sources, columns, data.template, plugins_of_run.config.data)
     rows = first_rows(sources, config.eval.max_rows)
     total = len(rows)
-    file = PartialFile(output, _facts(plugins_of_run, sources, answers.columns))
+    file = PartialFile(output, _facts(plugins_of_run, data, answers.columns))
     if force:
         file.discard()
     scores = ScoreTotals()
@@ -154,18 +156,19 @@ def _check(groups: Sequence[Group], file: PartialFile) -> None:
         )
 
 
-def _facts(
-    plugins_of_run: PlacedPlugins, sources: Sequence[Source], columns: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
+def _facts(plugins_of_run: PlacedPlugins, rows: TrainData, columns: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """The facts that must be equal for a second call to continue the file of the first."""
     config = plugins_of_run.config.model_dump(mode="json")
     data = {k: v for k, v in config["data"].items() if k not in ("train", "batch_size", "shuffle")}
+    template = str(rows.template.tokenizer.chat_template)
     return {
-        "data": data | {"fingerprints": [s.fingerprint for s in sources]},
+        "data": data | {"fingerprints": [s.fingerprint for s in rows.sources["eval"]]},
         "answers": {name: list(entries) for name, entries in columns.items()},
         "rewards": [{k: v for k, v in r.items() if k not in ("deadline", "retries")} for r in config["reward"]],
         "models": {name: [spec.path, spec.dtype] for name, spec in plugins_of_run.specs.items()},
+        "model files": content_of_models(plugins_of_run.specs),
         "tokenizer": config["policy"]["model"],
+        "chat template": hashlib.sha256(template.encode()).hexdigest(),
         "plugins": [r.resolved.manifest() for r in plugins_of_run.rewards],
         "seed": config["run"]["seed"],
     }

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from rlhf.errors import CheckpointError, ConfigError, PluginError, RlhfError, boundary
+from rlhf.interfaces import ModelSpec
 from rlhf.saved import validated
 from rlhf_hub.adapter_folders import adapter_of
 from rlhf_hub.published import content_of
@@ -275,15 +276,9 @@ def content(prepared: Prepared, saved_hashes: Mapping[str, str] = {}) -> dict[st
         saved_hashes: hashes in the checkpoint to resume from. A model's hash by an earlier release is kept if it is
             equal.
     """
-    folders = {name: Path(spec.path).expanduser() for name, spec in prepared.specs.items()}
-    hashes = {folder: content_of(folder) for folder in {*folders.values()} if folder.is_dir()}
-    digests = {f"{name}.model": hashes[folder] for name, folder in folders.items() if folder in hashes}
+    digests = content_of_models(prepared.specs)
     for name, spec in prepared.specs.items():
-        adapter = adapter_of(spec.path)
-        if adapter is not None and (base := Path(adapter.base).expanduser()).is_dir():
-            digests[f"{name}.base"] = content_of(base)
-    for name, folder in folders.items():
-        key = f"{name}.model"
+        key, folder = f"{name}.model", Path(spec.path).expanduser()
         saved = saved_hashes.get(key)
         if key in digests and saved not in (None, digests[key]) and saved == content_of(folder, full_config=True):
             digests[key] = saved
@@ -292,6 +287,18 @@ def content(prepared: Prepared, saved_hashes: Mapping[str, str] = {}) -> dict[st
         digests["data.chat_template"] = hashlib.sha256(template.encode()).hexdigest()
     for source, facts in prepared.data.fingerprints()["eval"].items():
         digests[f"data.eval.{source}"] = facts["fingerprint"]
+    return digests
+
+
+def content_of_models(specs: Mapping[str, ModelSpec]) -> dict[str, str]:
+    """Hashes of the models of roles that are local folders, and of the models that adapters among them belong to."""
+    folders = {name: Path(spec.path).expanduser() for name, spec in specs.items()}
+    hashes = {folder: content_of(folder) for folder in {*folders.values()} if folder.is_dir()}
+    digests = {f"{name}.model": hashes[folder] for name, folder in folders.items() if folder in hashes}
+    for name, spec in specs.items():
+        adapter = adapter_of(spec.path)
+        if adapter is not None and (base := Path(adapter.base).expanduser()).is_dir():
+            digests[f"{name}.base"] = content_of(base)
     return digests
 
 
