@@ -319,6 +319,33 @@ def test_a_state_continues_exactly_and_weights_alone_begin_a_new_optimizer(model
     assert client.save_state("middle", overwrite=True).result().path == path
 
 
+def test_a_damaged_state_changes_nothing_of_the_model_that_loads_it(folder, service) -> None:
+    client, data = trained(service), [datum(k, "cross_entropy") for k in range(3)]
+
+    def logprobs() -> list[list[float]]:
+        return [o["logprobs"].tolist() for o in client.forward(data, "cross_entropy").result().loss_fn_outputs]
+
+    def step() -> None:
+        client.forward_backward(data, "cross_entropy").result()
+        client.optim_step(ADAM).result()
+
+    step()
+    path = client.save_state("damaged").result().path
+    step()
+    whole = client.save_state("whole").result().path
+    expected = logprobs()
+    file = state_of(folder, path) / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(tinker.RequestFailedError):
+        client.load_state_with_optimizer(path).result()
+    assert logprobs() == expected
+    step()
+    after = logprobs()
+    client.load_state_with_optimizer(whole).result()
+    step()
+    assert logprobs() == after
+
+
 def test_no_session_names_a_folder_elsewhere(url) -> None:
     import httpx
 

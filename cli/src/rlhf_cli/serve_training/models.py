@@ -179,6 +179,7 @@ class TrainedModels:
         if not optimizer and not issubclass(trainer, RestartsOptimizer):
             raise BadRequest(f"trainer {trainer.name!r} loads weights only together with the optimizer's state")
         model = self._hold(name)
+        self._put_aside()  # if the checkpoint is damaged, the model continues with its own state
         self._read(checkpoint_folder(self._folder, path))
         # The state on the disk is older than this checkpoint: it must be written before another model is loaded.
         self._live_model, model.unsaved = model, True
@@ -298,6 +299,7 @@ class TrainedModels:
 
     def _read(self, folder: Path) -> None:
         self._weights += 1
+        self._equal = set()  # in case the load fails
         self._role.every("load", folder)
         self._equal = {folder}
 
