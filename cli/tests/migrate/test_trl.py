@@ -153,8 +153,17 @@ def test_schedules_and_adapters():
     assert grpo("--train_sampling_strategy sequential")["data"]["shuffle"] is False
     assert grpo("--use_liger_kernel")["trainer"]["kernels"] == "liger"
     assert "kernels" not in grpo("--use_liger_kernel --dtype bfloat16")["trainer"], "liger takes norms in fp32 only"
+    several = values("accelerate launch --num_processes 2 trl/scripts/sft.py --use_liger_kernel")
+    assert (several["trainer"]["use"], "kernels" in several["trainer"]) == ("fsdp", False), "it needs whole layers"
     lora = grpo("--use_peft --lora_r 8")["trainer"]["lora"]
     assert lora == {"rank": 8, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
+
+
+def test_quantised_models_on_several_gpus_have_a_trainer_that_does_not_divide_them():
+    run = values("accelerate launch --num_processes 2 trl/scripts/sft.py --use_peft --load_in_4bit")
+    assert (run["trainer"]["use"], run["trainer"]["lora"]["quantization"]) == ("deepspeed", "nf4")
+    run = values("accelerate launch --num_processes 2 trl/scripts/sft.py --load_in_4bit")
+    assert run["trainer"]["use"] == "fsdp", "nothing is quantised without adapters"
 
 
 def test_masked_answers_that_trl_still_counts_are_a_note():

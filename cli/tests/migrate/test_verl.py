@@ -201,6 +201,10 @@ def test_the_critic_has_options_of_its_own():
     assert (run["policy"]["storage"], run["critic"]["storage"]) == ("bf16", "fp32")
 
 
+def test_kernels_that_the_trainer_does_not_support_are_no_error():
+    assert "kernels" not in values(f"{A}.model.use_liger=True")["trainer"]
+
+
 def test_a_missing_model_is_left_to_do():
     text = migrate("verl", "python3 -m verl.trainer.main_ppo data.train_files=d.parquet", {}, PLUGINS)
     assert "# To do: name the model: policy.model." in text

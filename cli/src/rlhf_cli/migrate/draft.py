@@ -99,10 +99,7 @@ class Draft:
                 f"rlhf does not know these options, which belong to another version of {self.source.framework} or to "
                 f"the project's own code: {', '.join(self.source.unknown)}. This file contains nothing from them"
             )
-        if self.values.get("trainer.kernels") == "liger" and self.values.get("policy.storage") == "bf16":
-            del self.values["trainer.kernels"]
-            reason = "liger supports only fp32 weights of norms, and they are bf16 here; results do not depend on it"
-            self.unread |= dict.fromkeys(self.causes.pop("trainer.kernels"), reason)
+        self._remove_liger()
         remarks = [*self.source.remarks, *self.remarks, *self._earlier()]
         if "policy.model" not in self.values and not any(remark.startswith("name the model") for remark in remarks):
             remarks.insert(0, "name the model: policy.model")
@@ -122,6 +119,20 @@ class Draft:
             *self._comments_on_rest(changes),
         ]
         return "\n".join(lines) + "\n"
+
+    def _remove_liger(self) -> None:
+        """Remove the kernels of liger where a run does not support them."""
+        if self.values.get("trainer.kernels") != "liger":
+            return
+        reason = ""
+        if self.values.get("policy.storage") == "bf16":
+            reason = "liger supports only fp32 weights of norms, and they are bf16 here"
+        elif self.values.get("trainer.use") == "fsdp":
+            reason = "liger needs whole layers, and the trainer fsdp divides them"
+        if reason:
+            del self.values["trainer.kernels"]
+            names = self.causes.pop("trainer.kernels")
+            self.unread |= dict.fromkeys(names, f"{reason}; results do not depend on it")
 
     # ---------------------------------------------------------------------------------------- tables
 
