@@ -452,7 +452,9 @@ def _placement(draft: Draft, processes: int, online: bool) -> None:
         return
     draft.set("launcher.use", "ray")
     if processes > 1:
-        draft.set("trainer.use", "fsdp")
+        quantized = s["use_peft"] and (s["load_in_4bit"] or s["load_in_8bit"])
+        note = "the trainer fsdp would divide weights, and quantised ones cannot be divided" if quantized else ""
+        draft.set("trainer.use", "deepspeed" if quantized else "fsdp", note=note)
         draft.set("placement.policy.ranks", processes, note=_processes(processes))
         if (s.entry in ("dpo", "kto") and not s["reference_free"]) or (online and s["beta"]):
             draft.set("placement.reference.ranks", processes)
