@@ -242,6 +242,12 @@ def test_rewards_and_agents(tmp_path):
     assert run["rollout"]["use"] == "multi_turn"
 
 
+def test_the_limit_of_rows_applies_to_the_evaluation_too():
+    run = rl("--data.prompt_dataset d.jsonl --data.max_samples 20 --eval.dataset e.jsonl --eval.steps 1")
+    assert (run["data"]["train"][0]["max_rows"], run["eval"]["max_rows"]) == (20, 20)
+    assert "max_rows" not in rl("--eval.dataset e.jsonl --eval.steps 2")["eval"]
+
+
 def test_rows_of_supervised_runs():
     model = "--model.model_name_or_path M --data.dataset a.jsonl,b.jsonl --data.dataset_probs 0.3,0.7"
     data = values(f"{model} --data.input_key q --data.output_key a", "train_sft")["data"]

@@ -36,6 +36,8 @@ def rows_of_data(draft: Draft, online: bool) -> None:
         draft.set("data.train", sources, train, *([shares] if s[shares] else []), split, "data.max_samples", note=note)
     if s["eval.dataset"]:
         draft.set("data.eval", _sources(s, "eval.dataset", "eval.split"), "eval.dataset", "eval.split")
+        if online and limit < NO_LIMIT:
+            draft.set("eval.max_rows", limit, "data.max_samples")
     chat = s["data.apply_chat_template"]
     draft.copy("data.max_tokens", "data.max_len")
     draft.set("data.too_long", "drop", note="longer rows are dropped and counted; OpenRLHF truncates them")
