@@ -201,6 +201,17 @@ def test_the_critic_has_options_of_its_own():
     assert (run["policy"]["storage"], run["critic"]["storage"]) == ("bf16", "fp32")
 
 
+def test_adapters_of_the_policy_are_not_those_of_the_critic():
+    run = values(f"{A}.model.lora_rank=32")
+    assert run["policy"]["trainer"]["lora"] == {"rank": 32, "alpha": 16}
+    assert "lora" not in run["trainer"], "it would apply to the critic too"
+    assert "lora" not in run["critic"]["trainer"]
+    run = values("critic.model.lora_rank=8 critic.model.target_modules=[q_proj]")
+    assert run["critic"]["trainer"]["lora"] == {"rank": 8, "alpha": 16, "targets": ["q_proj"]}
+    run = values(f"algorithm.adv_estimator=grpo {A}.rollout.n=4 {A}.model.lora_rank=32")
+    assert run["trainer"]["lora"] == {"rank": 32, "alpha": 16}
+
+
 def test_kernels_that_the_trainer_does_not_support_are_no_error():
     assert "kernels" not in values(f"{A}.model.use_liger=True")["trainer"]
 

@@ -33,6 +33,7 @@ NEEDS: Mapping[str, str] = {
     "clip_cov": "only with the loss clip_cov",
     "kl_cov": "only with the loss kl_cov",
     "lora": "only with lora_rank",
+    "critic_lora": "only with a critic and critic.model.lora_rank",
     "dynamic": "only with use_dynamic_bsz",
     "reward_model": "only with reward_model.enable",
     "eval": "only with data.val_files",
@@ -134,6 +135,7 @@ def convert(source: FrameworkOptions) -> Draft:
         "clip_cov": s[f"{ACTOR}.policy_loss.loss_mode"] == "clip_cov",
         "kl_cov": s[f"{ACTOR}.policy_loss.loss_mode"] == "kl_cov",
         "lora": s["actor_rollout_ref.model.lora_rank"],
+        "critic_lora": estimator == "gae" and s["critic.model.lora_rank"],
         "dynamic": s[f"{ACTOR}.use_dynamic_bsz"],
         "reward_model": s["reward_model.enable"],
         "eval": s["data.val_files"],
@@ -226,6 +228,8 @@ def _trainer(draft: Draft, updates: int) -> None:
         draft.set(f"{section}.schedule", schedule, name)
         if schedule == "cosine_with_min":
             draft.set(f"{section}.min_lr_ratio", s[ratio] or 0.0, ratio)
+    for path in [path for path in draft.values if path.startswith("trainer.lora.") and "critic" in draft.conditions]:
+        draft.values[f"policy.{path}"], draft.causes[f"policy.{path}"] = draft.values.pop(path), draft.causes.pop(path)
     clips = {"trainer": (f"{OPTIM}.clip_grad", f"{ACTOR}.grad_clip")}
     if "critic" in draft.conditions:
         clips["critic.trainer"] = ("critic.optim.clip_grad", "critic.grad_clip")
