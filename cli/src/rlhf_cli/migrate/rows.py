@@ -218,10 +218,11 @@ class FrameworkOptions:
                 self.rows[row.name], self.user_values[row.name] = row, option
 
     def replace(self, settings: Mapping[str, str]) -> None:
-        """Set options to the values of ``--set``. Raises ConfigError for a name that no option has."""
+        """Set options to the values of ``--set``, where ``null`` means none. Raises ConfigError for a name that no
+        option has."""
         for name, text in settings.items():
             flag = f"--set {name}={text}"
-            self.give(name, text, flag, flag)
+            self.give(name, None if text == "null" else text, flag, flag)
             if name in self.unknown:
                 raise ConfigError(self.unknown[name][1])
 

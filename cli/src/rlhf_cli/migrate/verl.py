@@ -309,6 +309,13 @@ def _run(draft: Draft, loggers: Sequence[str]) -> None:
         draft.copy("algorithm.shaping.overlong_buffer", f"{kwargs}.len", f"{kwargs}.enable")
         draft.copy("algorithm.shaping.overlong_factor", f"{kwargs}.penalty_factor")
         draft.set("algorithm.shaping.overlong_max", s[longest] or s["data.max_response_length"], longest)
+    if s["reward_model.enable"] and path:
+        raise s.refused(
+            "reward_model.enable",
+            "custom_reward_function.path is also set: verl since 0.7 calls the function alone, which may ask the "
+            "model; earlier versions read the model alone. Give --set reward_model.enable=false, or "
+            "--set custom_reward_function.path=null",
+        )
     if s["reward_model.enable"] and s["reward_model.model.path"]:
         draft.set(
             "reward.0.use", f"model:{s['reward_model.model.path']}", "reward_model.model.path", "reward_model.enable"
