@@ -296,9 +296,10 @@ class Run:
                     )
                 self._publish()
         finally:
+            error = sys.exception()
             self.resources.callback(self.progress.close)
             self.resources.callback(self.reports.end, self.status)
-            self.resources.callback(self._record_end, error := sys.exception())
+            self.resources.callback(self._record_end, error)
             try:
                 self.resources.close()  # calls all callbacks, the latest first, even if one raises
             except Exception as failure:
