@@ -11,8 +11,8 @@ from typing import get_args
 
 import pytest
 from rlhf_endpoint.tree import Reason
-from rlhf_runtime.loop.reports import TRL_NAMES, TRL_NAMES_OF_SCORES
 from rlhf_runtime.observe.progress import HEADLINE
+from rlhf_runtime.observe.trl_names import TRL_NAMES, TRL_NAMES_OF_SCORES
 from rlhf_runtime.output.metrics import read_metrics
 
 from tests.pages import DOCS, ROOT, read, tables

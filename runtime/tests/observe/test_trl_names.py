@@ -1,6 +1,6 @@
 """Observers that get the names of TRL."""
 
-from rlhf_runtime.loop.reports import TRL_NAMES, TRL_NAMES_OF_SCORES, trl_names
+from rlhf_runtime.observe.trl_names import TRL_NAMES, TRL_NAMES_OF_SCORES, trl_names
 
 
 def test_a_line_of_an_algorithm_that_samples():

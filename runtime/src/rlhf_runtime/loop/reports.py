@@ -1,9 +1,7 @@
-"""Reports of a run's steps: a line in ``metrics.jsonl``, calls of observers, output on the terminal. They include
-speed, memory and values of sampled tokens."""
+"""Reports of a run's steps: a line in ``metrics.jsonl``, calls of observers, output on the terminal."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,116 +9,22 @@ from typing import Any
 
 import torch
 from rlhf.errors import RlhfError, boundary
-from rlhf.interfaces import GENERATOR, Observer, Place
+from rlhf.interfaces import Observer
 from rlhf.ops.batch import Batch
-from rlhf.process_memory import peak_memory
 from rlhf.types import Annotation, RunOptions
 from rlhf.types.arrays import float_array
 
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, TokenValues, write_groups
 from rlhf_runtime.loop.learn import Metrics
-from rlhf_runtime.models.precompute import PrecomputedRole
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.sample_metrics import failure_metrics, info_metrics, source_metrics
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
+from rlhf_runtime.observe.trl_names import trl_names
 from rlhf_runtime.output.metrics import TIME
 from rlhf_runtime.output.run_directory import RunDirectory
-from rlhf_runtime.samples.sampling import Sampler
 from rlhf_runtime.samples.stream import ReadyBatch
-
-DRIVER = "driver"
-PEAK_TFLOPS: Mapping[str, float] = {
-    "NVIDIA B200": 2250,
-    "NVIDIA H200": 989,
-    "NVIDIA H200 NVL": 835,
-    "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H100 NVL": 835,
-    "NVIDIA H100 PCIe": 756,
-    "NVIDIA A100-SXM4-40GB": 312,
-    "NVIDIA A100-SXM4-80GB": 312,
-    "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A100 80GB PCIe": 312,
-    "NVIDIA L40S": 362,
-    "NVIDIA L4": 121,
-    "NVIDIA A10": 125,
-}
-"""{name of a GPU: TFLOP/s of dense bf16 matrix products}, from NVIDIA's data sheets."""
-
-
-class Throughput:
-    """Measures the steps of a run.
-
-    Args:
-        places: devices of each role and of the generator.
-        peak_tflops: peak TFLOP/s of one device of the policy; None: looked up if the GPU is known.
-    """
-
-    def __init__(
-        self,
-        roles: Mapping[str, Role],
-        places: Mapping[str, Place],
-        sampler: Sampler | None,
-        peak_tflops: float | None,
-    ) -> None:
-        self._policy, self._places, self._sampler = roles["policy"], places, sampler
-        self._groups = {name: role.group for name, role in roles.items() if _has_processes(role)}
-        facts = self._policy.facts
-        self._peak = peak_tflops or (PEAK_TFLOPS.get(facts.device_name) if facts.dtype == "bf16" else None)
-        self._sampled = 0
-        self._paused = 0.0
-
-    def of_step(self, times: Metrics) -> Metrics:
-        """The speed metrics for the time since the last call.
-
-        Args:
-            times: the times in the step's line.
-        """
-        return {**self._rates(times), **self._memory()}
-
-    def _rates(self, times: Metrics) -> Metrics:
-        metrics, work = Metrics(), self._policy.take_work()
-        seconds = times[f"{TIME}step"] - times.get(f"{TIME}evaluate", 0.0)
-        if work.tokens:
-            rate, devices = work.tokens / seconds, self._devices("policy")
-            metrics |= {"throughput/trained": rate, "throughput/trained_per_device": rate / devices}
-            if self._peak is not None and work.operations:
-                # Only the time of the updates counts here, while the rates above are of the whole step.
-                metrics["throughput/mfu"] = work.operations / work.seconds / (self._peak * 1e12 * devices)
-        if self._sampler is not None:
-            tokens, pause = self._sampler.rollouts.sampled_tokens, self._sampler.weights.pause_seconds
-            if tokens > self._sampled:
-                rate = (tokens - self._sampled) / seconds
-                metrics |= {"throughput/sampled": rate}
-                metrics |= {"throughput/sampled_per_device": rate / self._devices(GENERATOR)}
-            if pause > self._paused:
-                metrics[f"{TIME}sync_pause"] = pause - self._paused
-            self._sampled, self._paused = tokens, pause
-        return metrics
-
-    def _devices(self, name: str) -> int:
-        place = self._places.get(name, Place())
-        return place.ranks * place.devices
-
-    def _memory(self) -> Metrics:
-        peaks: dict[str, Sequence[Mapping[str, int]]] = {DRIVER: [peak_memory()]}
-        peaks |= {name: group.peak_memory() for name, group in self._groups.items()}
-        if self._sampler is not None:
-            peaks[GENERATOR] = self._sampler.weights.peak_memory
-        metrics = Metrics()
-        for name, processes in peaks.items():
-            for kind in ("process", "cuda"):
-                values = [peak[kind] for peak in processes if kind in peak]
-                if values:
-                    metrics[f"memory/{name}/{kind}"] = max(values) / 2**30
-        return metrics
-
-
-def _has_processes(role: Role) -> bool:
-    """Whether a model is loaded for this role. False if the role is another role's model without adapters."""
-    return not isinstance(role, PrecomputedRole) and role.view == "live"
-
 
 TOKEN_OUTPUTS = ("logprobs", "values")
 """Outputs of roles with one number per token."""
@@ -153,68 +57,6 @@ def token_values(batch: Batch, annotations: Sequence[Annotation]) -> TokenValues
             parts: dict[str, Any] = {name: values_A[first:last] for name, values_A in values.items()}
             result[index] = {n: float_array(v[:1] if (v == v[0]).all() else v, n) for n, v in parts.items()}
     return result
-
-
-TRL_NAMES: Mapping[str, str] = {
-    "step": "global_step",
-    "epoch": "epoch",
-    "time/step": "step_time",
-    "policy/loss": "loss",
-    "policy/grad_norm": "grad_norm",
-    "policy/lr": "learning_rate",
-    "policy/aux_loss": "aux_loss",
-    "policy/entropy": "entropy",
-    "policy/token_accuracy": "mean_token_accuracy",
-    "policy/kl_reference": "kl",
-    "policy/kl": "kl",
-    "policy/clip_fraction": "clip_ratio/region_mean",
-    "policy/correction_weight": "sampling/importance_sampling_ratio/mean",
-    "kl/reference": "kl",
-    "reward/mean": "reward",
-    "reward/std": "reward_std",
-    "reward/groups_all_equal": "frac_reward_zero_std",
-    "reward/SOURCE/mean": "rewards/SOURCE/mean",
-    "reward/SOURCE/std": "rewards/SOURCE/std",
-    "length/mean": "completions/mean_length",
-    "length/max": "completions/max_length",
-    "length/truncated": "completions/clipped_ratio",
-    "policy/accuracy": "rewards/accuracies",
-    "policy/reward_margin": "rewards/margins",
-    "policy/chosen_reward": "rewards/chosen",
-    "policy/rejected_reward": "rewards/rejected",
-    "policy/desirable_reward": "rewards/chosen",
-    "policy/undesirable_reward": "rewards/rejected",
-    "policy/chosen_logprobs": "logps/chosen",
-    "policy/rejected_logprobs": "logps/rejected",
-    "policy/desirable_logprobs": "logps/chosen",
-    "policy/undesirable_logprobs": "logps/rejected",
-}
-"""{name here: name in TRL 1.16, without the prefix ``train/`` or ``eval/`` that transformers' integrations add}."""
-TRL_NAMES_OF_SCORES: Mapping[str, str] = {
-    "policy/accuracy": "accuracy",
-    "policy/margin": "margin",
-    "policy/score_mean": "mean_reward",
-}
-"""The same for reward models, whose metrics have :data:`SCORES`."""
-SCORES = "policy/score_mean"
-_SOURCE = re.compile(r"reward/(?P<source>.+)/(?P<part>mean|std)")
-
-
-def trl_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """A line of metrics with the names of TRL, for dashboards with earlier runs. A name without a counterpart in TRL is
-    kept. Two names that map to the same TRL name never occur in one line."""
-    scores = SCORES in metrics or SCORES.replace("policy/", "eval/") in metrics
-    table = {**TRL_NAMES, **TRL_NAMES_OF_SCORES} if scores else TRL_NAMES
-    return {_trl_name(name, table): value for name, value in metrics.items()}
-
-
-def _trl_name(name: str, table: Mapping[str, str]) -> str:
-    if name in table:
-        return f"train/{table[name]}"
-    if (match := _SOURCE.fullmatch(name)) is not None:
-        return f"train/rewards/{match['source']}/{match['part']}"
-    other = name.removeprefix("eval/")
-    return f"eval/{table[f'policy/{other}']}" if other != name and f"policy/{other}" in table else name
 
 
 class Reports:

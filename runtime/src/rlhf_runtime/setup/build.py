@@ -36,10 +36,11 @@ from rlhf_runtime.loop.evaluate import (
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.loop.offline import offline
 from rlhf_runtime.loop.online import online
-from rlhf_runtime.loop.reports import Reports, Throughput
+from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.loop.run import OnlineRun, Run
 from rlhf_runtime.loop.saves import Saves
 from rlhf_runtime.loop.signals import StopRequest
+from rlhf_runtime.loop.throughput import Throughput
 from rlhf_runtime.models.precompute import BATCHES, PrecomputedRole, precompute
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress, Show, muted, phase
