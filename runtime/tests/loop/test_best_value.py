@@ -6,23 +6,28 @@ from rlhf.errors import CheckpointError, ConfigError
 from rlhf_runtime.loop.best_value import BestTracker
 
 
+def result(tracker, step, metrics):
+    """(whether the evaluation is the best so far, whether patience is exhausted)."""
+    return tracker.update(step, metrics), tracker.exhausted
+
+
 def test_best_and_patience():
     tracker = BestTracker("pass@1", "auto", patience=2)
     values = [0.1, 0.3, 0.3, 0.2, 0.4]
-    results = [tracker.update(step, {"eval/pass@1": v}) for step, v in enumerate(values)]
+    results = [result(tracker, step, {"eval/pass@1": v}) for step, v in enumerate(values)]
     assert results == [(True, False), (True, False), (False, False), (False, True), (True, False)]
     assert (tracker.value, tracker.step) == (0.4, 4)
 
 
 def test_losses_go_down():
     tracker = BestTracker()  # neither metric nor mode given
-    assert tracker.update(1, {"eval/loss": 2.0, "reward": 1.0}) == (True, False)
-    assert tracker.update(2, {"eval/loss": 1.5}) == (True, False)
-    assert tracker.update(3, {"eval/loss": 1.6}) == (False, False)
-    assert BestTracker("eval/val_loss").update(1, {"eval/val_loss": 1.0})[0]
+    assert result(tracker, 1, {"eval/loss": 2.0, "reward": 1.0}) == (True, False)
+    assert result(tracker, 2, {"eval/loss": 1.5}) == (True, False)
+    assert result(tracker, 3, {"eval/loss": 1.6}) == (False, False)
+    assert BestTracker("eval/val_loss").update(1, {"eval/val_loss": 1.0})
     maximise = BestTracker("loss", "max")
     maximise.update(1, {"loss": 1.0})
-    assert maximise.update(2, {"loss": 2.0}) == (True, False)
+    assert result(maximise, 2, {"loss": 2.0}) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -31,13 +36,13 @@ def test_losses_go_down():
 )
 def test_losses_divergences_and_failures_improve_downwards(metric):
     tracker = BestTracker(metric)
-    assert [tracker.update(step, {metric: v})[0] for step, v in enumerate([2.0, 1.0, 3.0])] == [True, True, False]
+    assert [tracker.update(step, {metric: v}) for step, v in enumerate([2.0, 1.0, 3.0])] == [True, True, False]
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "eval/lossless/pass@1", "reward_margin", "agreement"])
 def test_other_metrics_improve_upwards(metric):
     tracker = BestTracker(metric)
-    assert [tracker.update(step, {metric: v})[0] for step, v in enumerate([2.0, 1.0, 3.0])] == [True, False, True]
+    assert [tracker.update(step, {metric: v}) for step, v in enumerate([2.0, 1.0, 3.0])] == [True, False, True]
 
 
 def test_pass_at_1_is_preferred_over_score_this_over_reward_and_this_over_loss():
@@ -53,7 +58,7 @@ def test_pass_at_1_is_preferred_over_score_this_over_reward_and_this_over_loss()
 def test_an_evaluation_without_a_score_has_scores_equal_to_its_rewards(metric, prefix):
     tracker, score, reward = BestTracker(metric), f"eval/{prefix}score", f"eval/{prefix}reward"
     evaluations = [{reward: 0.2}, {reward: 0.9, score: 0.1}, {reward: 0.9, score: 0.5}, {reward: 0.4}, {reward: 0.6}]
-    results = [tracker.update(step, numbers)[0] for step, numbers in enumerate(evaluations)]
+    results = [tracker.update(step, numbers) for step, numbers in enumerate(evaluations)]
     assert results == [True, False, True, False, True]
     assert (tracker.metric, tracker.value) == (score, 0.6)
     with pytest.raises(ConfigError, match="agent/first/score"):
@@ -62,9 +67,9 @@ def test_an_evaluation_without_a_score_has_scores_equal_to_its_rewards(metric, p
 
 def test_nan_never_improves():
     tracker = BestTracker("a", patience=1)
-    assert tracker.update(1, {"a": math.nan}) == (False, True)
-    assert tracker.update(2, {"a": 0.0}) == (True, False)
-    assert tracker.update(3, {"a": math.nan}) == (False, True)
+    assert result(tracker, 1, {"a": math.nan}) == (False, True)
+    assert result(tracker, 2, {"a": 0.0}) == (True, False)
+    assert result(tracker, 3, {"a": math.nan}) == (False, True)
 
 
 @pytest.mark.parametrize("restored", [BestTracker("pass@1", patience=3), BestTracker(None, patience=3)])
@@ -74,18 +79,18 @@ def test_state_survives_a_restart(restored):
     tracker.update(5, {"eval/pass@1": 0.2})
     restored.load_state_dict(json.loads(json.dumps(tracker.state_dict(), allow_nan=False)))
     assert (restored.value, restored.step, restored.waited) == (1 / 3, 4, 1)
-    assert restored.update(6, {"eval/pass@1": 0.33}) == (False, False)
-    assert restored.update(7, {"eval/pass@1": 0.33}) == (False, True)
+    assert result(restored, 6, {"eval/pass@1": 0.33}) == (False, False)
+    assert result(restored, 7, {"eval/pass@1": 0.33}) == (False, True)
 
 
 def test_an_evaluation_whose_answers_got_no_reward_is_one_without_improvement():
     tracker = BestTracker(patience=2)
-    assert tracker.update(1, {"eval/length": 3.0, "eval/unscored": 1.0}) == (False, False)
-    assert tracker.update(2, {"eval/pass@1": 0.5, "eval/unscored": 0.0}) == (True, False)
-    assert tracker.update(3, {"eval/length": 3.0, "eval/unscored": 1.0}) == (False, False)
+    assert result(tracker, 1, {"eval/length": 3.0, "eval/unscored": 1.0}) == (False, False)
+    assert result(tracker, 2, {"eval/pass@1": 0.5, "eval/unscored": 0.0}) == (True, False)
+    assert result(tracker, 3, {"eval/length": 3.0, "eval/unscored": 1.0}) == (False, False)
     second = BestTracker("pass@4")
     second.update(1, {"eval/pass@1": 0.5, "eval/pass@4": 0.7, "eval/unscored": 0.1})
-    assert second.update(2, {"eval/pass@1": 0.5, "eval/unscored": 0.6}) == (False, False), "no prompt has four"
+    assert result(second, 2, {"eval/pass@1": 0.5, "eval/unscored": 0.6}) == (False, False), "no prompt has four"
     with pytest.raises(ConfigError, match="does not report"):
         BestTracker("pass@3").update(1, {"eval/pass@1": 0.5, "eval/unscored": 0.6})
 
@@ -93,9 +98,9 @@ def test_an_evaluation_whose_answers_got_no_reward_is_one_without_improvement():
 @pytest.mark.parametrize("name", ["env/solved", "rollout/calls/add"])
 def test_a_number_of_samples_may_be_the_metric(name):
     tracker = BestTracker(name)
-    assert tracker.update(1, {"eval/pass@1": 0.5, f"eval/{name}": 0.2}) == (True, False)
-    assert tracker.update(2, {"eval/pass@1": 0.9}) == (False, False), "no sample has it this time"
-    assert tracker.update(3, {"eval/pass@1": 0.1, f"eval/{name}": 0.3}) == (True, False)
+    assert result(tracker, 1, {"eval/pass@1": 0.5, f"eval/{name}": 0.2}) == (True, False)
+    assert result(tracker, 2, {"eval/pass@1": 0.9}) == (False, False), "no sample has it this time"
+    assert result(tracker, 3, {"eval/pass@1": 0.1, f"eval/{name}": 0.3}) == (True, False)
     with pytest.raises(ConfigError, match="does not report"):
         BestTracker(name).update(1, {"eval/pass@1": 0.5})
 
@@ -106,13 +111,13 @@ def test_a_metric_that_was_never_there_may_be_corrected():
         wrong.update(1, {"eval/pass@1": 0.5})
     right = BestTracker("pass@1")
     right.load_state_dict(wrong.state_dict())
-    assert right.update(2, {"eval/pass@1": 0.4}) == (True, False)
+    assert result(right, 2, {"eval/pass@1": 0.4}) == (True, False)
 
 
 def test_state_before_the_first_evaluation():
     restored = BestTracker("pass@1")
     restored.load_state_dict(BestTracker("pass@1").state_dict())
-    assert restored.update(1, {"eval/pass@1": 0.0}) == (True, False)
+    assert result(restored, 1, {"eval/pass@1": 0.0}) == (True, False)
 
 
 def test_the_state_of_another_metric_is_refused():

@@ -159,7 +159,7 @@ def continue_adapter(model: LoadedModel, adapter: AdapterFolder) -> None:
             targets[name].copy_(tensor)
 
 
-def merge_adapter(module: PreTrainedModel, adapter: AdapterFolder) -> PreTrainedModel:
+def merge_adapter(module: PreTrainedModel, adapter: AdapterFolder) -> None:
     """Add an adapter to the weights of the module, in place. Raises ModelError if the adapter belongs to another model,
     or unties its head from its embedding."""
     tied = untie(module)
@@ -169,7 +169,6 @@ def merge_adapter(module: PreTrainedModel, adapter: AdapterFolder) -> PreTrained
             f"the adapter {adapter.folder} changes the embedding but not the head, and {adapter.base} ties these two. "
             f"Merge it first and use the new folder: rlhf merge {adapter.folder} NEW_FOLDER"
         )
-    return merged
 
 
 def tie(module: PreTrainedModel) -> bool:

@@ -39,8 +39,8 @@ class BestTracker:
         self.waited = 0
         """Evaluations since the last improvement."""
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> tuple[bool, bool]:
-        """Returns (whether this evaluation is the best so far, whether the run should stop).
+    def update(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Returns whether this evaluation is the best so far.
 
         The metric is absent if too few answers got a reward, or if no sample has the number ``env/KEY`` or
         ``rollout/KEY`` that an earlier evaluation had. Such an evaluation counts as one without improvement. Raises
@@ -59,7 +59,7 @@ class BestTracker:
             self.value, self.step, self.waited = value, step, 0
         else:
             self.waited += 1
-        return improved, self.exhausted
+        return improved
 
     @property
     def exhausted(self) -> bool:

@@ -81,8 +81,8 @@ class Control(RunControl):
         end of the step. The step may not reach its end in this process."""
         return self._values | self._waiting
 
-    def apply(self) -> bool:
-        """Apply the requested options on every rank, between two steps. Returns whether there were any."""
+    def apply(self) -> None:
+        """Apply the requested options on every rank, between two steps."""
         waiting, self._waiting = self._waiting, {}
         for option, value in waiting.items():
             # `_waiting` is empty now, so this is the value in use.
@@ -92,7 +92,6 @@ class Control(RunControl):
                 trainer.role.every("change", trainer.config)
             self._values[option] = value
             self._note(f"{option} changed from {old_value} to {value}")
-        return bool(waiting)
 
     def take_save(self) -> bool:
         """Whether a checkpoint was asked for since the last call."""

@@ -257,7 +257,7 @@ class Run:
         if self.evaluation is not None and self._evaluates(steps_done):
             try:
                 metrics |= self._evaluate(self.evaluation, steps_done)
-                is_best = self.evaluation.best.update(steps_done, metrics)[0] and section.save_best
+                is_best = self.evaluation.best.update(steps_done, metrics) and section.save_best
             except Exception:
                 self.reports.record(steps_done, metrics)  # the step itself is complete
                 raise

@@ -253,11 +253,9 @@ class RunDirectory:
         """Folder for the final model of a role other than the policy."""
         return self.path / f"model-{role}"
 
-    def publish_model(self, write: Callable[[Path], None], role: str | None = None) -> Path:
+    def publish_model(self, write: Callable[[Path], None], role: str | None = None) -> None:
         """Call ``write`` to fill ``model/``, or the folder of ``role``, atomically."""
-        folder = self.model if role is None else self.model_of(role)
-        publish_folder(folder, write)
-        return folder
+        publish_folder(self.model if role is None else self.model_of(role), write)
 
     def keep_batch(self, step: int, reason: str, batch: Batch) -> Path:
         """Save the batch of a skipped optimizer step of ``step`` as safetensors, for debugging: ``tok.<column>``,
