@@ -81,10 +81,6 @@ class Run:
     """The page that shows the run, once it is written."""
     _stopping: bool = field(init=False, default=False)
 
-    @property
-    def seed(self) -> int:
-        return self.config.run.seed
-
     def steps(self) -> Iterator[int]:
         """The steps of the run, starting at the last checkpoint. Ends early after a signal (a checkpoint is saved
         first), or when ``eval.patience`` evaluations brought no improvement."""
@@ -103,7 +99,7 @@ class Run:
         # A process may have died between its last checkpoint and the end of the run. The resume does the rest.
         if self.state.unfinished is not None:
             self.directory.metrics.cut(self.steps_done - 1)  # an earlier resume may have come further than this
-            self._end_step(self.steps_done, self.state.unfinished, saved=True)
+            self.finish(self.steps_done - 1, self.state.unfinished, saved=True)
         else:
             self._stopping = self._stops(self.steps_done)
             self.saves.export_best(self.steps_done)
@@ -144,17 +140,8 @@ class Run:
         """The phase that changes weights: :func:`rlhf_runtime.loop.learn.learn`."""
         self.take_devices_back()
         with self.timed("learn"):
-            metrics = learn(
-                batch,
-                self.algorithm,
-                self.roles,
-                self.seed,
-                step,
-                self.keep_skipped,
-                self.timed,
-                self.progress.count,
-                self.credited,
-            )
+            hooks = self.keep_skipped, self.timed, self.progress.count, self.credited
+            metrics = learn(batch, self.algorithm, self.roles, self.config.run.seed, step, *hooks)
         self._catch_up(step)
         return metrics
 
@@ -220,15 +207,9 @@ class Run:
         if batch is not None:
             metrics |= self._adapt(step, batch, metrics)
         if ready is not None:
-            show = _due(steps_done, self.config.run.show_samples)
-            metrics |= self.reports.samples(
-                steps_done,
-                ready,
-                self.config.checkpoint.save_rollouts,
-                show,
-                self.data.template.prompt_of,
-                self.algorithm.run,
-            )
+            save, show = self.config.checkpoint.save_rollouts, _due(steps_done, self.config.run.show_samples)
+            prompt_of = self.data.template.prompt_of
+            metrics |= self.reports.samples(steps_done, ready, save, show, prompt_of, self.algorithm.run)
         elif self.data.chosen is not None:
             metrics |= self.data.chosen.metrics()
         if self.config.stream.replay is None:  # a replay draws no rows
@@ -239,17 +220,15 @@ class Run:
             metrics["data/bad_rows"] = float(self.data.bad_rows)
         self.saves.hold(steps_done, unfinished=metrics)  # a resume does what :meth:`finish` did not
 
-    def finish(self, step: int, metrics: Metrics) -> None:
-        """After the sync: evaluate, write the step's line, tell the observers, save a checkpoint if due."""
-        self._end_step(step + 1, metrics)
-
-    def _end_step(self, steps_done: int, metrics: Metrics, saved: bool = False) -> None:
-        """The end of a step, in the process that ran it or in the process that resumes after it.
+    def finish(self, step: int, metrics: Metrics, saved: bool = False) -> None:
+        """After the sync: evaluate, write the step's line, tell the observers, save a checkpoint if due.
 
         Args:
-            saved: whether the step has a checkpoint, because its sync, its evaluation or an observer failed.
+            saved: whether the step has a checkpoint, because its sync, its evaluation or an observer failed. Then this
+                process resumes after the step.
         """
-        self.steps_done, is_best, section = steps_done, False, self.config.checkpoint
+        self.steps_done = steps_done = step + 1
+        is_best, section = False, self.config.checkpoint
         # Until every observer was told, a resume ends the step once more, or an observer would miss it. The checkpoint
         # of a resumed step is complete already, so nothing is held for rescue() here and below.
         if not saved:
@@ -275,10 +254,6 @@ class Run:
             self.saves.save(steps_done, is_best)
         self.saves.export_best(steps_done)
         self.saves.export(steps_done, last)
-
-    def rescue(self) -> None:
-        """After a failure, save the steps since the last checkpoint if possible."""
-        self.saves.rescue()
 
     def close(self) -> None:
         """Export the model of a finished run, report how the run ended, release everything."""

@@ -111,10 +111,10 @@ def _run_to_its_end(run: Run) -> None:
         online(run) if isinstance(run, OnlineRun) else offline(run)
     except StandstillError as cause:  # a signal asked the run to stop, and a plugin kept the step from ending
         run.progress.note(str(cause))
-        run.rescue()
+        run.saves.rescue()
         run.status = "stopped"
     except (Exception, SystemExit):
-        run.rescue()
+        run.saves.rescue()
         raise
     finally:
         run.close()
