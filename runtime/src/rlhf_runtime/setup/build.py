@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from rlhf.errors import PluginError, StandstillError
 from rlhf.interfaces import Launcher, ModelSpec, Trainer
 from rlhf.plugins import Plugins
 from rlhf.plugins.registration import first_cause
-from rlhf.types import Group, Row
+from rlhf.types import Row
 
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.sample_table import load_writer
@@ -71,6 +71,9 @@ from rlhf_runtime.setup.resume import (
     record_start,
     restore,
 )
+
+Answers = Callable[[int], Metrics]
+"""Evaluates the policy's answers after a number of finished steps."""
 
 
 def train(config: RunFile, plugins: Plugins | None = None, show: Show = "all", locked: bool = False) -> Run:
@@ -157,22 +160,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
     check_record(prepared)
     check_observers(prepared)
 
-    # The models. Rows are checked in the background while they load.
-    checked = row_check(prepared)
-    resources.callback(checked.stop)
-    checked.start()
-    precomputed = functools.partial(_precomputed, prepared, directory, store, progress, checked)
-    roles = launch_roles(prepared, launcher, precomputed, directory.path)
-    store.check_space(sum(role.facts.trained_parameters for role in roles.values()), config.most_checkpoints)
-    for role in roles.values():
-        if isinstance(role, PrecomputedRole):
-            continue  # it has no model
-        if isinstance(role.group.worker, Trainer):  # in this process: nothing is sent to show its progress
-            role.group.worker.progress = functools.partial(progress.count, "micro-batches")
-    with phase("checking rows"):
-        left_out = checked.wait()
-    if left_out:
-        progress.note(left_out)
+    roles = _models(prepared, launcher, directory, store, progress, resources)
     # What samples and what evaluates.
     stop = StopRequest(show=progress.urge)
     timeline = _timeline(prepared, directory, progress)
@@ -190,18 +178,11 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
         resources.callback(stream.close)
     evaluation: Evaluation | None = None
     if rows := data.eval_rows(config.eval.max_rows):
+        answers: Answers | None = None
         if sampler is not None:
             failures.append(evaluation_failures(config, progress.note))
-        evaluation = make_evaluation(
-            prepared,
-            rows,
-            roles,
-            sampler,
-            stream,
-            failures[-1:],
-            functools.partial(_save_answers, prepared, directory, store),
-            functools.partial(progress.count, "samples"),
-        )
+            answers = functools.partial(_answers, prepared, rows, sampler, failures[-1], directory, store, progress)
+        evaluation = make_evaluation(prepared, rows, roles, sampler, stream, answers)
 
     # What is saved and what is reported. Only then the checkpoint is read, into all of these objects.
     rewards = {r.name: r.instance for r in prepared.rewards}
@@ -222,46 +203,35 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
         prepared.rollout,
     )
     measure = Throughput(roles, prepared.places, sampler, config.run.peak_tflops).of_step
-    sections = prepared.config.observer
-    trl = [section.label for section in sections if section.names == "trl"]
-    optional = [section.label for section in sections if section.on_error == "warn"]
+    trl = [section.label for section in config.observer if section.names == "trl"]
+    optional = [section.label for section in config.observer if section.on_error == "warn"]
     reports = Reports(directory, progress, prepared.observers, store, timeline, measure, trl, optional)
     meta = checkpoint_metadata(prepared, roles["policy"])
-    saves = Saves(
-        config,
-        algorithm,
-        state,
-        store,
-        meta,
-        directory,
-        reports,
-        progress,
-        sampler.phases.begin_learning if sampler is not None else lambda: None,
+    take_devices_back = sampler.phases.begin_learning if sampler is not None else lambda: None
+    saves = Saves(config, algorithm, state, store, meta, directory, reports, progress, take_devices_back)
+    first_step = restore(prepared, state, store, directory, meta, progress.note, checkpoint) if config.run.resume else 0
+    make: Callable[..., Run] = Run if stream is None else functools.partial(OnlineRun, stream=stream)
+    return make(
+        config=config,
+        algorithm=algorithm,
+        roles=roles,
+        data=data,
+        total_steps=prepared.total_steps,
+        schedule=prepared.schedule,
+        first_step=first_step,
+        sampler=sampler,
+        evaluation=evaluation,
+        state=state,
+        saves=saves,
+        directory=directory,
+        store=store,
+        reports=reports,
+        progress=progress,
+        failures=failures,
+        stop=stop,
+        control=control,
+        resources=resources,
     )
-    parts: dict[str, Any] = {
-        "config": config,
-        "algorithm": algorithm,
-        "roles": roles,
-        "data": data,
-        "total_steps": prepared.total_steps,
-        "schedule": prepared.schedule,
-        "first_step": (
-            restore(prepared, state, store, directory, meta, progress.note, checkpoint) if config.run.resume else 0
-        ),
-        "sampler": sampler,
-        "evaluation": evaluation,
-        "state": state,
-        "saves": saves,
-        "directory": directory,
-        "store": store,
-        "reports": reports,
-        "progress": progress,
-        "failures": failures,
-        "stop": stop,
-        "control": control,
-        "resources": resources,
-    }
-    return OnlineRun(**parts, stream=stream) if stream is not None else Run(**parts)
 
 
 def _claim_folder(prepared: Prepared, locked: bool) -> tuple[Prepared, RunDirectory]:
@@ -278,14 +248,51 @@ def _claim_folder(prepared: Prepared, locked: bool) -> tuple[Prepared, RunDirect
             prepared = replace(prepared, config=config)
 
 
-def _save_answers(
-    prepared: Prepared, directory: RunDirectory, store: CheckpointStore, steps_done: int, groups: list[Group]
-) -> None:
-    """Write the answers of the evaluation after step ``steps_done``, as `rlhf eval --save` does."""
+def _models(
+    prepared: Prepared,
+    launcher: Launcher,
+    directory: RunDirectory,
+    store: CheckpointStore,
+    progress: Progress,
+    resources: ExitStack,
+) -> dict[str, Role]:
+    """Load the models. Rows are checked in the background meanwhile."""
+    checked = row_check(prepared)
+    resources.callback(checked.stop)
+    checked.start()
+    precomputed = functools.partial(_precomputed, prepared, directory, store, progress, checked)
+    roles = launch_roles(prepared, launcher, precomputed, directory.path)
+    store.check_space(sum(role.facts.trained_parameters for role in roles.values()), prepared.config.most_checkpoints)
+    for role in roles.values():
+        if isinstance(role, PrecomputedRole):
+            continue  # it has no model
+        if isinstance(role.group.worker, Trainer):  # in this process: nothing is sent to show its progress
+            role.group.worker.progress = functools.partial(progress.count, "micro-batches")
+    with phase("checking rows"):
+        left_out = checked.wait()
+    if left_out:
+        progress.note(left_out)
+    return roles
+
+
+def _answers(
+    prepared: Prepared,
+    rows: list[Row],
+    sampler: Sampler,
+    failures: Failures,
+    directory: RunDirectory,
+    store: CheckpointStore,
+    progress: Progress,
+    steps_done: int,
+) -> Metrics:
+    """Evaluate the policy's answers to ``rows`` after step ``steps_done``. Write them, as `rlhf eval --save` does."""
+    settings, count = evaluation_settings(prepared.config, failures), functools.partial(progress.count, "samples")
+    metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, prepared.evaluation, count=count)
     if prepared.config.checkpoint.save_rollouts:
         with store.writing(path := directory.evaluations(steps_done)):
             path.parent.mkdir(exist_ok=True)
             write_lines(path, groups, prepared.data.template.prompt_of)
+    return metrics
 
 
 def _trainer_options(prepared: Prepared, roles: Mapping[str, Role]) -> list[TrainerOptions]:
@@ -348,32 +355,19 @@ def make_evaluation(
     roles: dict[str, Role],
     sampler: Sampler | None,
     stream: Stream | None,
-    failures: Sequence[Failures],
-    save: Callable[[int, list[Group]], None],
-    count: Callable[[int, int], None],
+    answers: Answers | None,
 ) -> Evaluation:
     """The evaluation of a run: the metrics of the policy's answers to ``rows`` and, in an offline run, the loss.
 
     Args:
-        failures: the counter of failed samples, if there is a sampler.
-        save: writes the policy's answers after a number of finished steps.
-        count: shows how many samples have ended.
+        answers: evaluates the answers after a number of finished steps, if there is a sampler.
     """
-    config, parts = prepared.config, list[Callable[[int], Metrics]]()
-    if sampler is not None:
-        rollouts, settings = sampler.rollouts, evaluation_settings(config, failures[0])
-
-        def answer(steps_done: int) -> Metrics:
-            metrics, groups = evaluate_rollouts(rollouts, rows, settings, prepared.evaluation, count=count)
-            save(steps_done, groups)
-            return metrics
-
-        parts.append(answer)
+    config, parts = prepared.config, [] if answers is None else [answers]
     if not prepared.online:
         examples = prepared.data.examples(rows)
         losses = functools.partial(evaluate_loss, prepared.algorithm, roles, examples)
         if not config.run.resume:
-            sources = {row.source for row in rows} if sampler is not None else ()
+            sources = {row.source for row in rows} if answers is not None else ()
             check_metric(prepared.evaluation, sources, is_scored(prepared), losses)
         parts.append(lambda steps_done: losses())
 
