@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -141,26 +141,24 @@ class LoadedModel:
         """
         if images_B and self.images is None:
             raise TrainingError(f"a batch has images, but {type(self.module).__name__} {self.no_images}")
+        tokens = _Tokens(ids_N, position_N, lens, images_B, experts_NLK)
         calls = self._calls(lens)
         extra = 0 if self.most_calls is None else self.most_calls(len(calls)) - len(calls)
         if len(calls) == 1 and not extra:
-            return self._call(ids_N, position_N, lens, share, images_B, experts_NLK)
+            return self._call(tokens, share)
         starts = [0, *accumulate(lens)]
         parts: list[Tensor] = []
         place_N, rows = torch.empty_like(ids_N), 0
         for call in calls:
             index_C = torch.cat([torch.arange(starts[b], starts[b + 1], device=ids_N.device) for b in call])
-            images_C = [images_B[b] for b in call] if images_B else ()
-            experts_CLK = None if experts_NLK is None else experts_NLK[index_C]
-            lens_C = [lens[b] for b in call]
-            hidden_CH, place_C = self._call(ids_N[index_C], position_N[index_C], lens_C, share, images_C, experts_CLK)
+            hidden_CH, place_C = self._call(tokens.of_call(call, index_C), share)
             own_C = torch.arange(len(index_C), device=ids_N.device) if place_C is None else place_C
             place_N[index_C] = rows + own_C
             parts.append(hidden_CH)
             rows += len(hidden_CH)
         hidden_MH = torch.cat(parts)
         for _ in range(extra):  # an extra call with one token; its result is not used
-            extra_1H, _ = self._call(ids_N[:1], torch.zeros_like(position_N[:1]), [1], share=False)
+            extra_1H, _ = self._call(_Tokens(ids_N[:1], torch.zeros_like(position_N[:1]), [1]), share=False)
             # In the graph, so that the backward pass also makes the same number of calls on every rank.
             hidden_MH = hidden_MH + 0.0 * extra_1H
         return hidden_MH, place_N
@@ -175,89 +173,59 @@ class LoadedModel:
             calls.setdefault(kind, []).append(b)
         return [calls[kind] for kind in sorted(calls)]
 
-    def _call(
-        self,
-        ids_N: Tensor,
-        position_N: Tensor,
-        lens: Sequence[int],
-        share: bool,
-        images_B: Images = (),
-        experts_NLK: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        has_images = any(images_B)
+    def _call(self, tokens: _Tokens, share: bool) -> tuple[Tensor, Tensor | None]:
+        has_images = any(tokens.images_B)
         anywhere = has_images if self.images_anywhere is None else self.images_anywhere(has_images)
         if self.images is not None and anywhere:
             if self.divided_over is not None:
                 raise TrainingError("a batch has images, but rows are divided over ranks: set sequence_parallel = 1")
-            return self._call_with_images(self.images, ids_N, position_N, lens, share, images_B if has_images else ())
-        self.computing = lens
+            return self._call_with_images(self.images, tokens if has_images else replace(tokens, images_B=()), share)
+        self.computing = tokens.lens
         with self.rope.forgotten() if self.rope is not None else nullcontext():
             if self.layout == "alone":
-                with replayed(self._on_device(experts_NLK)):
-                    return self._body(input_ids=ids_N.view(len(lens), -1)).flatten(0, 1), None
-            shares = share and self.layout == "shared"
-            shared = share_prefixes(ids_N, lens, experts_NLK=experts_NLK) if shares else None
+                with replayed(self._on_device(tokens.experts_NLK)):
+                    return self._body(input_ids=tokens.ids_N.view(len(tokens.lens), -1)).flatten(0, 1), None
+            shared = None
+            if share and self.layout == "shared":
+                shared = share_prefixes(tokens.ids_N, tokens.lens, experts_NLK=tokens.experts_NLK)
             if self.divided_over is not None:
-                return self._call_on_part(self.divided_over, ids_N, position_N, lens, shared, experts_NLK)
-            ids_M, position_M, experts_MLK = ids_N, position_N, experts_NLK
-            if shared is not None:
-                ids_M, position_M = shared.ids_M, shared.position_M
-                experts_MLK = None if experts_NLK is None else experts_NLK[shared.source_M]
-            bounds = sequence_bounds(lens, ids_N.device) if self.boundaries else {}
-            with packed(lens, shared, self.attention), replayed(self._on_device(experts_MLK)):
-                hidden_1MH = self._body(input_ids=ids_M[None], position_ids=position_M[None], **bounds)
+                return self._call_on_part(self.divided_over, tokens, shared)
+            row = tokens if shared is None else tokens.without_repeats(shared)
+            bounds = sequence_bounds(tokens.lens, tokens.ids_N.device) if self.boundaries else {}
+            with packed(tokens.lens, shared, self.attention), replayed(self._on_device(row.experts_NLK)):
+                hidden_1MH = self._body(input_ids=row.ids_N[None], position_ids=row.position_N[None], **bounds)
         return hidden_1MH.squeeze(0), None if shared is None else shared.place_N
 
-    def _call_on_part(
-        self,
-        group: TokenGroup,
-        ids_M: Tensor,
-        position_M: Tensor,
-        lens: Sequence[int],
-        shared: Shared | None,
-        experts_MLK: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def _call_on_part(self, group: TokenGroup, tokens: _Tokens, shared: Shared | None) -> tuple[Tensor, Tensor | None]:
         """Compute this rank's part of the row. A row of fewer tokens than ranks gets an extra sequence, so that every
         rank computes a token."""
+        row = tokens
         if shared is not None and shared.ids_M.numel() >= group.ranks:
-            ids_M, position_M = shared.ids_M, shared.position_M
-            experts_MLK = None if experts_MLK is None else experts_MLK[shared.source_M]
+            row = tokens.without_repeats(shared)
         else:
-            shared, lacking = None, max(0, group.ranks - len(ids_M))
-            if lacking:
-                ids_M = torch.cat([ids_M, ids_M[:1].expand(lacking)])
-                position_M = torch.cat([position_M, torch.arange(lacking, device=ids_M.device)])
-                lens = self.computing = [*lens, lacking]
-                if experts_MLK is not None:
-                    unknown = torch.full_like(experts_MLK[:1], UNKNOWN).expand(lacking, -1, -1)
-                    experts_MLK = torch.cat([experts_MLK, unknown])
-        self.part = part = RowPart(group, len(ids_M))
-        experts_PLK = None if experts_MLK is None else part.local_rows(experts_MLK)
-        with attend_with(PartAttention(part, lens, shared, self.attention)), replayed(self._on_device(experts_PLK)):
+            shared = None
+            if (lacking := group.ranks - len(tokens.ids_N)) > 0:
+                row = tokens.with_sequence(lacking)
+        self.computing = row.lens
+        self.part = part = RowPart(group, len(row.ids_N))
+        experts_PLK = None if row.experts_NLK is None else part.local_rows(row.experts_NLK)
+        with attend_with(PartAttention(part, row.lens, shared, self.attention)), replayed(self._on_device(experts_PLK)):
             hidden_1PH = self._body(
-                input_ids=part.local_rows(ids_M)[None], position_ids=part.local_rows(position_M)[None]
+                input_ids=part.local_rows(row.ids_N)[None], position_ids=part.local_rows(row.position_N)[None]
             )
         return hidden_1PH.squeeze(0), None if shared is None else shared.place_N
 
-    def _call_with_images(
-        self,
-        inputs: ImageInputs,
-        ids_N: Tensor,
-        position_N: Tensor,
-        lens: Sequence[int],
-        share: bool,
-        images_B: Images,
-    ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`compute`. If ``images_B`` is empty, another rank has images."""
-        blank = not images_B
+    def _call_with_images(self, inputs: ImageInputs, tokens: _Tokens, share: bool) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`compute`. If ``tokens.images_B`` is empty, another rank has images."""
+        blank, ids_N = not tokens.images_B, tokens.ids_N
         shared = None
         if share and self.layout == "shared" and not blank:
-            shared = share_prefixes(ids_N, lens, images_B)
-        row = inputs.row(ids_N, position_N, lens, images_B, shared)
+            shared = share_prefixes(ids_N, tokens.lens, tokens.images_B)
+        row = inputs.row(ids_N, tokens.position_N, tokens.lens, tokens.images_B, shared)
         self.computing = row.lens
         with self.rope.forgotten() if self.rope is not None else nullcontext(), inputs.image_context(row):
             if self.layout == "alone":
-                return self._body(**row.as_rows(len(lens))).flatten(0, 1), None
+                return self._body(**row.as_rows(len(tokens.lens))).flatten(0, 1), None
             bounds = sequence_bounds(row.lens, ids_N.device) if self.boundaries else {}
             with packed(row.lens, shared, self.attention):
                 hidden_MH = self._body(**row.arguments, **bounds).squeeze(0)
@@ -302,6 +270,39 @@ class LoadedModel:
         if multiply is None:
             return self.logits
         return lambda hidden_CH: self.shaped(multiply(hidden_CH))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Concatenated sequences."""
+
+    ids_N: Tensor
+    position_N: Tensor
+    lens: Sequence[int]
+    images_B: Images = ()
+    experts_NLK: Tensor | None = None
+
+    def of_call(self, sequences: Sequence[int], index_C: Tensor) -> _Tokens:
+        """These sequences, whose tokens have the indices ``index_C``."""
+        images_C = [self.images_B[b] for b in sequences] if self.images_B else ()
+        experts_CLK = None if self.experts_NLK is None else self.experts_NLK[index_C]
+        lens_C = [self.lens[b] for b in sequences]
+        return _Tokens(self.ids_N[index_C], self.position_N[index_C], lens_C, images_C, experts_CLK)
+
+    def without_repeats(self, shared: Shared) -> _Tokens:
+        """The tokens that are computed, each shared prefix once."""
+        experts_MLK = None if self.experts_NLK is None else self.experts_NLK[shared.source_M]
+        return _Tokens(shared.ids_M, shared.position_M, self.lens, (), experts_MLK)
+
+    def with_sequence(self, tokens: int) -> _Tokens:
+        """The same with one more sequence of this many tokens."""
+        experts_NLK = self.experts_NLK
+        if experts_NLK is not None:
+            unknown = torch.full_like(experts_NLK[:1], UNKNOWN).expand(tokens, -1, -1)
+            experts_NLK = torch.cat([experts_NLK, unknown])
+        ids_N = torch.cat([self.ids_N, self.ids_N[:1].expand(tokens)])
+        position_N = torch.cat([self.position_N, torch.arange(tokens, device=ids_N.device)])
+        return _Tokens(ids_N, position_N, [*self.lens, tokens], (), experts_NLK)
 
 
 def sequence_bounds(lens: Iterable[int], device: torch.device) -> dict[str, Any]:
