@@ -154,22 +154,15 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         model.attention = "sdpa"
         model.notes += (f"{self.spec.role.name}: attention of {name} is 'sdpa', because with 'flash' {problem}.",)
 
-    @property
-    def precision_note(self) -> str:
-        """The arithmetic, and the reason for the choice."""
-        return self.precision.note
-
     def facts(self) -> TrainerFacts:
-        dtype, device = self.precision.name, str(self.device)
-        shares = bool(getattr(self.packed, "shares_prefixes", False))
         return TrainerFacts(
-            self.eos_token_ids,
-            self.loaded_model.vocabulary,
-            device,
-            dtype,
-            self.precision_note,
-            self.views,
-            shares,
+            eos_token_ids=self.eos_token_ids,
+            vocabulary=self.loaded_model.vocabulary,
+            device=str(self.device),
+            dtype=self.precision.name,
+            precision=self.precision.note,
+            views=self.views,
+            shares_prefixes=bool(getattr(self.packed, "shares_prefixes", False)),
             token_budget=default_micro_tokens(self.spec, self.precision.bf16, self.device.type),
             wants_token_share=self.balance is not None,
             device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",

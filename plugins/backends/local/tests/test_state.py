@@ -80,14 +80,14 @@ def test_automatic_precision_follows_the_checkpoint(tmp_path, make_trainer):
     other = {"fp32": "bf16", "bf16": "fp32"}[saved.precision.name]
     make_trainer(dtype=other).save(tmp_path)
     saved.load(tmp_path)
-    assert saved.precision_note == f"{other} on cpu: as in the resumed run"
+    assert saved.precision.note == f"{other} on cpu: as in the resumed run"
 
 
 def test_an_explicit_precision_is_kept_on_resume(tmp_path, make_trainer):
     make_trainer(dtype="bf16").save(tmp_path)
     trainer = make_trainer(dtype="fp32")
     trainer.load(tmp_path)
-    assert (trainer.precision.name, trainer.precision_note) == ("fp32", "fp32 on cpu: as requested")
+    assert (trainer.precision.name, trainer.precision.note) == ("fp32", "fp32 on cpu: as requested")
 
 
 def test_a_checkpoint_in_another_format_is_refused(tmp_path, make_trainer):

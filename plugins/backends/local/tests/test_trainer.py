@@ -324,7 +324,7 @@ def test_bf16_stays_near_fp32_with_fp32_weights(make_trainer, make_batch, nll, f
     gradients = []
     for dtype in ("fp32", "bf16"):
         trainer = make_trainer(dtype=dtype, head_fp32=fp32_head)
-        assert trainer.precision_note == f"{dtype} on cpu: as requested"
+        assert trainer.precision.note == f"{dtype} on cpu: as requested"
         [out] = trainer.forward([batch], ["logprobs"])
         assert out["logprobs"].dtype == torch.float32
         trainer.accumulate([batch], nll, {}, {})
