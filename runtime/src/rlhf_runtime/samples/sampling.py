@@ -58,31 +58,31 @@ def evaluation_sampling(config: RunFile) -> Sampling:
 def training_settings(config: RunFile, failures: Failures, needs: Needs) -> RolloutSettings:
     """Settings of training rollouts, from ``[sampling]`` and ``[stream]``, and the algorithm's needs."""
     return RolloutSettings(
-        training_sampling(config),
-        config.sampling.samples_per_prompt,
-        TRAINING,
-        config.run.seed,
-        config.data.max_tokens,
-        config.stream.rollout_deadline,
-        config.stream.on_failed_sample == "abort",
-        needs.demonstration_share,
-        needs.demonstration_sources,
-        failures,
-        config.data.image_limit,
-        needs.greedy,
-        needs.demonstrations_per_group,
+        sampling=training_sampling(config),
+        samples=config.sampling.samples_per_prompt,
+        purpose=TRAINING,
+        seed=config.run.seed,
+        max_tokens=config.data.max_tokens,
+        deadline=config.stream.rollout_deadline,
+        abort_on_failure=config.stream.on_failed_sample == "abort",
+        demonstration_share=needs.demonstration_share,
+        demonstration_sources=needs.demonstration_sources,
+        failures=failures,
+        max_images=config.data.image_limit,
+        greedy=needs.greedy,
+        demonstrations_per_group=needs.demonstrations_per_group,
     )
 
 
 def evaluation_settings(config: RunFile, failures: Failures) -> RolloutSettings:
     """Settings of evaluation rollouts, from ``[eval]`` (see :func:`evaluation_sampling`)."""
     return RolloutSettings(
-        evaluation_sampling(config),
-        config.eval.samples,
-        "eval",
-        config.run.seed,
-        config.data.max_tokens,
-        config.stream.rollout_deadline,
+        sampling=evaluation_sampling(config),
+        samples=config.eval.samples,
+        purpose="eval",
+        seed=config.run.seed,
+        max_tokens=config.data.max_tokens,
+        deadline=config.stream.rollout_deadline,
         abort_on_failure=False,
         failures=failures,
         max_images=config.data.image_limit,
