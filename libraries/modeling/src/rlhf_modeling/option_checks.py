@@ -73,7 +73,7 @@ def check_training(config: TrainingConfig, spec: ModelSpec, choice: str, device:
             "one. Remove the option."
         )
     if spec.role.trained and spec.total_updates:
-        RateSchedule(config, spec.total_updates)
+        RateSchedule(config, spec.total_updates)  # raises ConfigError if it does not fit the number of updates
     check_adapter(spec, config.lora if spec.role.trained else None)
     check_model(config, spec)
     if device is None:

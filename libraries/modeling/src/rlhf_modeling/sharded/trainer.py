@@ -64,12 +64,10 @@ class ShardedTrainer(ShardedWeights):
         if self.spec.world_size == 1:
             return
         if model.layout == "alone" or model.rope is not None:
-            model.images, model.no_images = (
-                None,
-                (
-                    "is computed in a separate call for each sequence length, which is not possible with images on "
-                    f"{self.spec.world_size} ranks. Use one rank (trainer 'torch'), or another model"
-                ),
+            model.images = None
+            model.no_images = (
+                "is computed in a separate call for each sequence length, which is not possible with images on "
+                f"{self.spec.world_size} ranks. Use one rank (trainer 'torch'), or another model"
             )
             if self.spec.images:
                 raise CapabilityError(f"{type(model.module).__name__} {model.no_images}.")
