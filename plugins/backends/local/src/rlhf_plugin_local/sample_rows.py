@@ -243,8 +243,8 @@ class SampleRows:
 
     def _parameters(self) -> Draw:
         if self._draw is None:
-            greedy_hole = self.live[0].request.sampling  # for finished rows, which are ignored
-            samplings = [greedy_hole if row is None else row.request.sampling for row in self.rows]
+            filler = self.live[0].request.sampling  # for finished rows, whose tokens are ignored
+            samplings = [filler if row is None else row.request.sampling for row in self.rows]
             self._draw = Draw.of(samplings, self.vocabulary, self.device)
         return self._draw
 
