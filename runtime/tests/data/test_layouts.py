@@ -389,6 +389,11 @@ def test_turns_alpaca_and_system_messages(read, chat, chars):
     assert [render(chars, e.sequences[0]) for e in plain] == ["S\n\nq[r<eos>]", "q[r<eos>]"]
     with pytest.raises(DataError, match="column 'question': the row has its own system message, but data"):
         read(chat, "demonstrations", rows[:1], system="T")
+    talk = [{"from": "system", "value": "T"}, HUMAN, GPT]
+    with pytest.raises(DataError, match=r"its column 'system_prompt' holds one too; .* --data\.messages conv"):
+        read(chat, "demonstrations", [{"system_prompt": "S", "conversations": talk}])
+    _, named = read(chat, "demonstrations", [{"system_prompt": "S", "conversations": talk}], messages="conversations")
+    assert render(chat, named[0].sequences[0]).startswith("<|system|>T<eos><|user|>")
     with pytest.raises(
         DataError, match="a turn is from 'narrator'; allowed: system, user, assistant, tool, developer, human, gpt"
     ):

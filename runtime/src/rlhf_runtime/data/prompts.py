@@ -241,11 +241,13 @@ class Prompts:
         if row_system is None and self.section.system is None:
             return messages
         if messages[0]["role"] == "system" or (row_system and self.section.system is not None):
-            raise DataError(
-                f"{cells.name(field)}: the row has its own system message, but "
-                f"{'a column of system messages' if self.section.system is None else 'data.system'} is also "
-                "set; remove one of the two"
-            )
+            other, advice = "data.system is also set", "remove one of the two"
+            if self.section.system is None:
+                columns = cells.layout.columns
+                name = next(f for f in ("messages", "prompt", "chosen") if f in columns)
+                other = f"its {cells.name('system')} holds one too"
+                advice += f", or set --data.{name} {columns[name]}, with which {cells.name('system')} is not read"
+            raise DataError(f"{cells.name(field)}: the row has its own system message, but {other}; {advice}")
         return [{"role": "system", "content": row_system or self.section.system}, *messages]
 
     def _system(self, cells: Cells) -> str | None:
