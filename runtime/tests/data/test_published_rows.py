@@ -221,6 +221,11 @@ def test_what_is_refused_says_the_option(read, chat, chars):
     )
     with pytest.raises(DataError, match=advice):
         read(chars, "demonstrations", {"dialog": [Q, A]})
+    pair = {"chosen": [Q, A], "rejected": [Q, B]}  # Skywork-Reward-Preference, trl-lib/ultrafeedback_binarized
+    for form, problem in (("prompts", "no column 'prompt'"), ("demonstrations", "no column 'prompt' or 'response'")):
+        with pytest.raises(DataError, match=rf"{problem}; .* 'chosen' holds conversations: --data\.messages chosen"):
+            read(chat, form, pair)
+        assert text(read(chat, form, pair, messages="chosen"), form) == (PROMPT if form == "prompts" else ANSWERED)
     with pytest.raises(DataError, match="These are pairs: make two rows of each"):  # ultrafeedback_binarized for KTO
         read(chat, "labels", {"prompt": "q", "chosen": [Q, A], "rejected": [Q, A], "messages": [Q, A]})
     assert text(read(chat, "demonstrations", {"dialog": [Q, A]}, messages="dialog"), "demonstrations") == ANSWERED

@@ -241,7 +241,7 @@ class _Case:
     def problem(self) -> str:
         conversations = [c for c, v in self.row.items() if convert.is_messages(v) or convert.is_turns(v)]
         unnamed = ""
-        if conversations and self.form == "demonstrations" and not self.user_columns:
+        if conversations and self.form in ("demonstrations", "prompts") and not self.user_columns:
             unnamed = f" {conversations[0]!r} holds conversations: --data.messages {conversations[0]}."
         is_read = not self.chat and any(True for _ in replace(self, chat=True).layouts())
         if is_read or (unnamed and not self.chat):
@@ -253,7 +253,7 @@ class _Case:
         fields = [*needed.get(self.form, ("response",) if self.form == "demonstrations" else ())]
         if "messages" in self.user_columns:
             fields = ["messages", *(f for f in fields if f == "label")]
-        elif self.prompt == "needed" and not isinstance(self.row.get(DEFAULTS["chosen"]), list):
+        elif self.prompt == "needed" and not (self.form == "pairs" and isinstance(self.row.get("chosen"), list)):
             fields = ["prompt", *fields]
         fields += [f for f in ("margin", "preference") if f in self.user_columns]
         names = {f: self.user_columns.get(f, DEFAULTS.get(f, f)) for f in fields}
