@@ -89,6 +89,23 @@ def test_a_pandas_frame_is_its_rows_without_the_index(tmp_path):
         ObjectFiles(tmp_path).rows("train", pandas.DataFrame({"day": pandas.to_datetime(["2020-01-01"])}))
 
 
+def test_tables_add_no_arguments_of_other_tools(tmp_path):
+    """A table has the fields of all calls in every call, as null. From all objects, rows are those of its file."""
+    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
+
+    def called(**arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"messages": [{"role": "assistant", "content": "a", "tool_calls": [call]}], "more": {"x": None}}
+
+    rows, path = [called(city="Paris"), called(day="1")], str(tmp_path / "rows.parquet")
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(path)
+    assert read(path) == rows
+    for data in (table, table.to_iterable_dataset(), pandas.read_parquet(path)):
+        assert read(ObjectFiles(tmp_path).rows("train", data)) == rows
+    assert read(ObjectFiles(tmp_path).rows("train", list(table))) == list(table)
+
+
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [

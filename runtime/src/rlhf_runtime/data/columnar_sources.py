@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,17 @@ class TableSource(Source):
 
     def read(self, index: int) -> dict[str, Any]:
         row = self._table.slice(index, 1).to_pylist()[0] if self._dataset is None else self._dataset[index]
-        return {column: without_added_nulls(value) for column, value in row.items()}
+        return row_of_table(row)
 
     def values(self, column: str) -> Iterator[Any]:
         if column not in self.columns:  # of another file of the same source
             return itertools.repeat(None, len(self))
         return iter(self._table.column(column).slice(0, len(self)).to_pylist())
+
+
+def row_of_table(row: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A row of a table, without the nulls that the table added (:func:`without_added_nulls`)."""
+    return {column: without_added_nulls(value) for column, value in row.items()}
 
 
 def without_added_nulls(value: Any) -> Any:

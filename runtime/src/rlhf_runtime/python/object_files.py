@@ -21,7 +21,7 @@ from typing import Any
 from rlhf.errors import ConfigError, DataError, brief
 
 from rlhf_runtime.checkpoint.atomic_files import TEMPORARY, sync_tree
-from rlhf_runtime.data.columnar_sources import content_hash
+from rlhf_runtime.data.columnar_sources import content_hash, row_of_table
 from rlhf_runtime.data.image_files import data_url, image_file, is_picture
 from rlhf_runtime.output.folder_lock import LOCK
 from rlhf_runtime.output.run_directory import OBJECTS
@@ -46,7 +46,8 @@ class ObjectFiles:
 
     def rows(self, name: str, data: Iterable[Any]) -> str:
         """Writes the rows and returns the path. A ``datasets.Dataset`` is saved by its own library, other data as
-        jsonl. An iterable is read once, to its end. Missing values of a pandas frame are null.
+        jsonl. An iterable is read once, to its end. Missing values of a pandas frame are null. Rows of a frame and of a
+        ``datasets.IterableDataset`` are read as those of a parquet file (:func:`row_of_table`).
 
         Args:
             name: ``train`` or ``eval``, for messages and the file's name.
@@ -56,7 +57,9 @@ class ObjectFiles:
         if is_dataset(data):
             return self._keep(name, "", lambda path: save_dataset(data, path))
         if is_frame(data):
-            data = frame_rows(data)
+            data = map(row_of_table, frame_rows(data))
+        elif is_dataset(data, "IterableDataset"):
+            data = map(row_of_table, data)
         return self._keep(name, ".jsonl", lambda path: save_rows(data, path, name))
 
     def model(self, model: Any, tokenizer: Any) -> str:
@@ -103,10 +106,10 @@ class ObjectFiles:
         return str(target)
 
 
-def is_dataset(data: object) -> bool:
-    """Whether ``data`` is a ``datasets.Dataset``. Does not import that library."""
+def is_dataset(data: object, name: str = "Dataset") -> bool:
+    """Whether ``data`` is an object of this class of ``datasets``. Does not import that library."""
     library = sys.modules.get("datasets")
-    return library is not None and isinstance(data, library.Dataset)
+    return library is not None and isinstance(data, getattr(library, name))
 
 
 def is_frame(data: object) -> bool:
