@@ -442,7 +442,11 @@ def test_texts_are_continued_as_they_are(read, chat, chars):
             read(chat, "demonstrations", [{"text": "ab"}], **field)
 
 
-def test_steps_of_math_shepherd(read, chars):
+def test_steps_of_math_shepherd(read, chars, chat):
+    _, (example,) = read(chat, "steps", [SHEPHERD])  # the same tokens as in trl-lib/math_shepherd
+    answered = {"prompt": "1+1?", "completions": ["Step 1: Add.", "Step 2: It is 3."], "labels": [True, False]}
+    _, (same,) = read(chat, "steps", [answered])
+    assert (example.sequences, example.values) == (same.sequences, same.values)
     for labels in ({"label": SHEPHERD["label"]}, {"value": ["+", "-"]}, {"labels": [1.0, 0.0]}):
         _, (example,) = read(chars, "steps", [{"input": SHEPHERD["input"], **labels}])
         (sequence,) = example.sequences

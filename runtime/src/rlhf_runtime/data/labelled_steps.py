@@ -33,7 +33,8 @@ _HUMAN_COMPLETION = "human_completion"
 
 def marked_steps(values: Values, chat: bool) -> Values:
     """Math-Shepherd: the problem and its steps in one text with ``ки`` after each step; labels are a list, or the same
-    text with a label instead of each mark. The prompt is the text before ``Step 1:``."""
+    text with a label instead of each mark. The prompt is the text before ``Step 1:``; with a chat template, without
+    white space around it."""
     text = text_value(values, "steps")
     *pieces, rest = text.split(MARK)
     if not pieces or rest.strip():
@@ -45,7 +46,8 @@ def marked_steps(values: Values, chat: bool) -> Values:
     if not start:
         raise DataError(f"no 'Step 1:' before the first mark {MARK!r}, so the end of the problem cannot be found")
     steps = [start + first, *pieces[1:]]
-    return {**values, "prompt": problem, "steps": [s.strip() for s in steps], "step_labels": labels}
+    prompt = problem.strip() if chat else problem
+    return {**values, "prompt": prompt, "steps": [s.strip() for s in steps], "step_labels": labels}
 
 
 def rated_steps(values: Values, chat: bool) -> Values:
