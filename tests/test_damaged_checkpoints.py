@@ -417,3 +417,15 @@ def test_a_dry_run_of_a_resume_reads_the_metrics(trained: Workshop, shop: Worksh
     (copy / "metrics.jsonl").write_text("[]\n")
     run = attempt(trained, shop, "--resume", "--dry-run")
     refused(run, "metrics.jsonl:1 is not a step's metrics")
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--run.name=real"])
+def test_a_resume_reads_the_step_of_the_best_model_before_it_changes_anything(
+    trained: Workshop, shop: Workshop, flag: str
+) -> None:
+    copy = shutil.copytree(trained.folder / "sft", shop.folder / "run")
+    (copy / "model-best").mkdir()
+    (copy / "model-best" / "best.json").write_text('{"step": ')
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*.json*")}
+    refused(attempt(trained, shop, "--resume", flag), f"or delete {copy / 'model-best'}")
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.json*")} == before

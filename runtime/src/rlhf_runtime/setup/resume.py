@@ -78,7 +78,9 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
     newest = store.newest()
     # Called for its error only, before the models are loaded.
     store.pointer()
-    read_metrics(Path(run.output) / "metrics.jsonl")  # which `restore` cuts
+    # `restore` reads both when it deletes the records of later steps.
+    read_metrics(Path(run.output) / "metrics.jsonl")
+    RunDirectory(Path(run.output), None, resumed=True).exported_best()
     if newest is None:
         _check_unsaved(Path(run.output))
         return None
