@@ -90,6 +90,32 @@ class Replacing(Observer):
     assert (run.path / "manifest.json").read_text() == "another run's"
 
 
+def test_a_plugin_that_changes_the_current_folder_is_named_as_the_cause(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving = """
+import os
+from rlhf.interfaces import Observer
+
+class Moving(Observer):
+    name = "moving"
+    def rollouts_finished(self, step, groups):
+        if step == 2:
+            os.makedirs("elsewhere")
+            os.chdir("elsewhere")
+"""
+    monkeypatch.chdir(shop.folder)
+    observer = [{"use": f"file:{shop.file('moving.py', moving)}"}]
+    config = shop.config("rloo", "run", observer=observer, checkpoint={"every": 1})
+    run = shop.run_config({**config, "run": {**config["run"], "output": "run"}})
+    monkeypatch.chdir(shop.folder)
+    assert run.code == 1
+    assert f"run.output run was {shop.folder / 'run'} when the run started" in run.said
+    assert "a plugin has changed the current folder of the run (os.chdir)" in run.said
+    assert not list((shop.folder / "elsewhere").iterdir())
+    assert [line["step"] for line in run.lines()] == [1]
+
+
 def test_runs_without_a_named_folder_are_numbered(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(shop.folder)
     config = shop.config("sft", "unnamed", run={"steps": 1})

@@ -78,7 +78,7 @@ class RunDirectory:
     process."""
 
     def __init__(self, path: Path, lock: FolderLock | None, resumed: bool) -> None:
-        self.path = path
+        self.path, self._place = path, path.resolve()
         self.resumed = resumed
         self.metrics = MetricsLog(path / "metrics.jsonl")
         self._lock = lock
@@ -278,7 +278,14 @@ class RunDirectory:
     # ----------------------------------------------------------------------------------------- lock
 
     def require_own(self) -> None:
-        """Raises BusyFolderError if the folder belongs to another run (:meth:`FolderLock.require_own`)."""
+        """Raises CheckpointError if :attr:`path` names another folder than at the start, and BusyFolderError if the
+        folder belongs to another run (:meth:`FolderLock.require_own`)."""
+        if (place := self.path.resolve()) != self._place:
+            raise CheckpointError(
+                f"run.output {self.path} was {self._place} when the run started, and is {place} now: a plugin has "
+                "changed the current folder of the run (os.chdir), or a link was changed. Nothing was saved there. "
+                f"Continue from {self._place} with --resume, without this change or with an absolute run.output."
+            )
         FolderLock.require_own(self.path)
 
     def close(self) -> None:
