@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.observe.sample_metrics import evaluation_metrics, metric_names, pass_at_k
 
 
@@ -54,6 +54,23 @@ def test_metrics_by_hand():
     )
     assert evaluation_metrics(groups, samples=4, threshold=0.5)["avg@4"] == pytest.approx((0.25 + 0.75) / 2)
     assert "pass@3" in evaluation_metrics([group([1.0, 0.0, 0.0])], samples=3)
+
+
+def test_answers_with_rewards_of_placed_steps_alone_neither_pass_nor_fail():
+    steps = group([0.0, 0.0])
+    for trajectory, value in zip(steps.trajectories, (0.5, 0.25), strict=True):
+        trajectory.rewards, trajectory.score = {"steps": RewardResult(None, steps=((1, 0, value),))}, value
+    metrics = evaluation_metrics([steps], samples=2)
+    assert (metrics["score"], metrics["reward"]) == (0.375, 0)
+    assert not {"pass@1", "pass@2", "avg@2"} & set(metrics)
+    # beside answers to another prompt that have an outcome, only those count
+    assert evaluation_metrics([steps, group([1.0, 0.0], number=1)], samples=2)["pass@1"] == 0.5
+    # the same steps with an outcome, or as part of the reward
+    steps.trajectories[0].rewards["outcome"] = RewardResult(0.0)
+    assert evaluation_metrics([steps])["pass@1"] == 0
+    del steps.trajectories[0].rewards["outcome"]
+    steps.trajectories[0].reward, steps.trajectories[1].reward = 0.5, 0.25
+    assert evaluation_metrics([steps], threshold=0.5)["pass@1"] == 0.5
 
 
 def test_scores_of_their_own_are_reported_beside_rewards():

@@ -37,7 +37,8 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
     Returns these metrics over all prompts. If the prompts have several data sources, it also returns them for each
     source, with the prefix ``<source>/``:
 
-    ``pass@k``     mean over prompts of the unbiased estimate; with a threshold only
+    ``pass@k``     mean over prompts of the unbiased estimate; with a threshold only, and over prompts whose answers
+                   have more than rewards of steps that are placed at their tokens: with these alone the reward is 0
     ``avg@k``      mean over prompts of the share of answers that pass (samples > 1; equals pass@1); likewise
     ``reward``     mean over prompts of the mean reward of their answers
     ``score``      the same mean of the scores; present where a score differs from its reward (a reward source that
@@ -84,14 +85,14 @@ def _metrics_of(groups: Sequence[Group], samples: int, threshold: float | None) 
     has_scores = any(_scored(t) and t.score is not None and t.score != t.reward for t in answers)
     values: dict[str, list[float]] = defaultdict(list)
     for group in (of_agent for prompt in groups for of_agent in prompt.by_agent().values()):
-        rewards = [t.reward for t in group.trajectories if _scored(t) and t.reward is not None]
+        scored = [t for t in group.trajectories if _scored(t)]
+        rewards = [t.reward for t in scored if t.reward is not None]
         if not rewards:
             continue
         if has_scores:
-            scored = [t for t in group.trajectories if _scored(t)]
             values["score"].append(_mean((t.reward if t.score is None else t.score) or 0.0 for t in scored))
         values["reward"].append(_mean(rewards))
-        if threshold is None:
+        if threshold is None or all(map(_is_placed, scored)):
             continue
         n, passed = len(rewards), sum(r >= threshold for r in rewards)
         if samples > 1:
@@ -114,6 +115,13 @@ def _metrics_of(groups: Sequence[Group], samples: int, threshold: float | None) 
 
 def _scored(trajectory: Trajectory) -> bool:
     return trajectory.status != "failed" and trajectory.reward is not None
+
+
+def _is_placed(trajectory: Trajectory) -> bool:
+    """Whether the reward is 0 because all of it is placed at its steps."""
+    results, turns = trajectory.rewards.values(), trajectory.turns
+    has_value = any(r.value is not None for r in results) or any(turn.reward is not None for turn in turns)
+    return trajectory.reward == 0 and not has_value and any(r.steps for r in results)
 
 
 def _ks(samples: int) -> list[int]:
