@@ -151,6 +151,31 @@ def test_what_is_missing_is_named(say: Say, words: tuple[str, ...], message: str
     assert message in err
 
 
+def test_losses_are_computed_from_the_file_of_a_run_with_a_warm_up_and_an_evaluation_by_answers(
+    shop: Workshop, say: Say
+) -> None:
+    """The held-out rows are fewer than the steps of the warm-up, and nothing is sampled."""
+    score = tiny_model(shop.folder / "score", head="scalar", hidden=16, heads=2, kv_heads=1)
+    changes: dict[str, Any] = {
+        "run": {"steps": None},
+        "trainer": {"warmup_steps": 2},
+        "data": {"eval": [{"path": str(shop.data), "name": "held_out", "max_rows": 3}]},
+        "reward": [{"use": "model", "model": str(score)}],
+        "roles": {"reward_model": {"dtype": "fp32"}},
+        "sampling": {"max_new_tokens": 4},
+        "generator": {"max_batch": 3},
+        "eval": {"samples": 2, "temperature": 1.0, "metric": "reward"},
+    }
+    run = shop.train("sft", "run", **changes)
+    words = ("eval", run.path / "config.toml", "--model", run.path / "model", "--algo", "sft", "--json")
+    code, out, err = say(*words)
+    assert code == 0, err
+    assert json.loads(out)["loss"] == pytest.approx(run.lines()[-1]["eval/loss"], rel=1e-5)
+    code, _, err = say(*words, "--eval.samples", "3")
+    assert code == 2
+    assert "--eval.samples applies to answers, but with --algo no answers are sampled" in err
+
+
 def test_losses_of_a_head_that_nobody_trained_are_refused(shop: Workshop, say: Say) -> None:
     pairs = shop.rows("pairs.jsonl", PAIRS)
     code, out, err = say("eval", "--model", shop.model, "--data", pairs, "--algo", "reward_model")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
-from rlhf_runtime.checks.sections import equal_answers
+from rlhf_runtime.checks.sections import OF_ANSWERS, equal_answers
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.load import load, look_for_models
@@ -25,6 +25,8 @@ ADVICE = {
 }
 """{field of [sampling] that these commands do not read: what to do}. They are refused as flags, but a run file may have
 them."""
+
+_OF_EVALUATED_ANSWERS = ("eval.samples", "eval.temperature", "eval.max_new_tokens", "eval.pass_threshold")
 
 
 def check_folder(save: Path | None) -> None:
@@ -79,11 +81,16 @@ def load_for_losses(run_file: str | None, flags: list[tuple[str, str | None]]) -
     Raises ConfigError if a model or data is missing, and for a flag that only applies to the scoring of answers.
     """
     config = load(run_file, flags)
-    sections = {name.partition(".")[0] for name, origin in config.origins.items() if origin.startswith("flag")}
-    for section in ("reward", "env"):
-        if section in sections:
+    names = [name for name, origin in config.origins.items() if origin.startswith("flag")]
+    for name in names:
+        section = name.partition(".")[0]
+        if section in ("reward", "env"):
             raise ConfigError(
                 f"--{section} scores answers, but with --algo no answers are sampled. Remove one of the two."
+            )
+        if (section in OF_ANSWERS and name != "generator.use") or name in _OF_EVALUATED_ANSWERS:  # --backend sets it
+            raise ConfigError(
+                f"--{name} applies to answers, but with --algo no answers are sampled. Remove one of the two."
             )
     _require_names(config)
     look_for_models(config)

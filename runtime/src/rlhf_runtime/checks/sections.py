@@ -44,6 +44,9 @@ _OF_ANSWERS = ("response", "reasoning", "add_eos")
 """Fields that the form ``prompts`` also uses if an algorithm learns from the answers of some rows
 (``Needs.demonstration_share``)."""
 
+OF_ANSWERS = ("sampling", "rollout", "generator", "sync")
+"""Sections that a run reads only if it samples answers."""
+
 
 def rows_per_step(run: RunPlugins) -> list[str]:
     """A step with fewer rows than the algorithm needs."""

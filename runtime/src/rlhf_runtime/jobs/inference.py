@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from rlhf.types import GenerationRequest, Group, Needs, RoleSpec, Sampling
 from rlhf_hub.hub import Commits
 
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_lines
-from rlhf_runtime.checks.order import ANSWERS, check, checked
-from rlhf_runtime.checks.run import Job, job_plugins, where_trainer
-from rlhf_runtime.checks.sections import READ_OF
+from rlhf_runtime.checks.order import ANSWERS, check
+from rlhf_runtime.checks.run import Job, job_plugins, run_plugins, where_trainer
+from rlhf_runtime.checks.sections import OF_ANSWERS, READ_OF
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.load import load
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import EvalSection, ModelSection
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.prompts import Prompts
 from rlhf_runtime.loop.evaluate import evaluate_loss, evaluate_rollouts
@@ -113,10 +115,13 @@ def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
             f"--algo {name}: this algorithm learns from prompts and has no losses on rows. Omit --algo to score the "
             "model's answers."
         )
-    rows = tuple(s.model_copy(update={"probability": None}) for s in config.data.eval or config.data.train)
-    data = config.data.model_copy(update={"train": rows, "eval": rows})
-    unused = {"reward": (), "env": None, "curriculum": None, "observer": ()}
-    run = checked(config.model_copy(update={"data": data, **unused}), plugins, scored=False)
+    run = run_plugins(_rows_to_evaluate(config, plugins), plugins, scored=False)
+    kept = {
+        section: {name: value for name, value in getattr(run.config, section).items() if name in run.roles}
+        for section in ("roles", "placement")
+    }
+    run = replace(run, config=run.config.model_copy(update=kept))
+    check(run)
     for role in run.roles.values():
         if role.like == "policy" and role.model is None and run.section(role.name).model is None:
             section = where_trainer(role.name).removesuffix(".trainer")
@@ -141,6 +146,28 @@ def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
         with phase("evaluating"):
             metrics = evaluate_loss(prepared.algorithm, roles, prepared.data.examples(held_out))
     return _with_left_out(metrics, prepared.data)
+
+
+def _rows_to_evaluate(config: RunFile, plugins: Plugins) -> RunFile:
+    """The run file with the rows to evaluate as its only rows, without what only answers or updates need. Its run may
+    be longer than these rows, and may evaluate by answers."""
+    rows = tuple(s.model_copy(update={"probability": None}) for s in config.data.eval or config.data.train)
+    data = config.data.model_copy(update={"train": rows, "eval": rows})
+    training: Collection[str] = plugins.resolve("trainer", config.trainer.use).cls.training_options
+
+    def untrained(options: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in options.items() if name not in training}
+
+    def of_role(section: ModelSection) -> ModelSection:
+        return section.model_copy(update={"trainer": untrained(section.trainer)})
+
+    trainer = config.trainer.model_copy(update={"options": untrained(config.trainer.options)})
+    sections = {name: of_role(getattr(config, name)) for name in ("policy", "critic", "reference")}
+    roles = {name: of_role(section) for name, section in config.roles.items()}
+    unread = {"reward": (), "env": None, "curriculum": None, "observer": ()}
+    unread |= {name: RunFile.model_fields[name].get_default(call_default_factory=True) for name in OF_ANSWERS}
+    rest = {"data": data, "trainer": trainer, "roles": roles, "eval": EvalSection(max_rows=config.eval.max_rows)}
+    return config.model_copy(update={**unread, **sections, **rest})
 
 
 def _with_left_out(metrics: Metrics, data: TrainData) -> Metrics:
