@@ -118,6 +118,20 @@ def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
         assert [line[:4] for line in out.splitlines() if line[1:2] == "+"] == ["1+1=", "2+2="]
 
 
+def test_a_prompt_is_the_column_that_the_template_of_the_run_file_names(shop: Workshop, say: Say) -> None:
+    def generate(template: str) -> tuple[int, str, str]:
+        _, path = shop.arguments(shop.config("grpo", "unused", data={"input_template": template}))
+        return say("generate", path, "--prompt", "1+1=", *SHORT)
+
+    code, out, err = generate("Q: {question}, A: ")
+    assert code == 0, err
+    assert out.startswith("Q: 1+1=, A: ")
+    for template in ("{question} {options}", "{options[0]}"):
+        code, _, err = generate(template)
+        assert code == 2
+        assert f"--prompt is one text, but data.input_template = {template!r} makes the prompt of several" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -56,9 +57,10 @@ class GenerateCommand(Command):
         flags = overrides(args, {"data": "data.eval"})
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prompts.jsonl"
-            if args.prompt:
-                file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in args.prompt))
             config, plugins = load_for_answers(args.run_file, flags, False, file if args.prompt else None)
+            if args.prompt:
+                column = _column(config.data.input_template)
+                file.write_text("".join(json.dumps({column: text}) + "\n" for text in args.prompt))
             from rlhf_runtime.jobs.inference import evaluate_model
 
             groups, prompt_of = evaluate_model(config, plugins, save=args.save)[1:]
@@ -68,6 +70,22 @@ class GenerateCommand(Command):
                     raise ConfigError(f"row {group.row.index}: {trajectory.error}")
                 sys.stdout.write(f"{conversation_text(prompt_of(trajectory), trajectory)}\n")
         return 0
+
+
+def _column(template: str | None) -> str:
+    """The column of a prompt's text: the one that ``data.input_template`` names."""
+    if template is None:
+        return "prompt"
+    from rlhf.errors import ConfigError
+    from rlhf_runtime.data.input_template import template_columns
+
+    column, *others = template_columns(template)
+    if others or re.search(rf"{{{column}[.\[]", template):
+        raise ConfigError(
+            f"--prompt is one text, but data.input_template = {template!r} makes the prompt of several values. Set "
+            "--data FILE with its columns, or --data.input_template '{prompt}'."
+        )
+    return column
 
 
 def conversation_text(prompt: str | Sequence[Mapping[str, Any]] | None, trajectory: Trajectory) -> str:
