@@ -78,6 +78,7 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "temperature": ("grpo", VLLM | {"sampling": {"temperature": 0.001}}, "sampling.temperature is 0.001; it must be 0"),
     "cache": ("grpo", {"generator": {"max_cache_tokens": 6}}, "do not fit into generator.max_cache_tokens = 6"),
+    "model without a name": ("grpo", {"policy": {"model": ""}}, "named for the role 'policy'; set --policy.model PATH"),
     "no layers for adapters": (
         "sft", {"trainer": {"lora": {"rank": 2, "targets": []}}}, "lora.targets ... should have at least 1 item",
     ),

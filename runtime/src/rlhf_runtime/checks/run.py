@@ -304,7 +304,8 @@ def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str, commits:
     if model is None and role.like is not None:
         return model_of(config, roles, role.like, commits)
     if model is None:
-        raise ConfigError(f"no model is named for the role {name!r}; set --roles.{name}.model PATH")
+        section = where_trainer(name).removesuffix(".trainer")
+        raise ConfigError(f"no model is named for the role {name!r}; set --{section}.model PATH")
     return pinned(model, commits)
 
 
