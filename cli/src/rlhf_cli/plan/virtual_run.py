@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from rlhf.interfaces.curriculum import Outcome
 from rlhf.types import Group, Row, Trajectory
 from rlhf_runtime.config.sections import StreamSection
 from rlhf_runtime.samples.acceptance import Acceptance
@@ -206,8 +207,9 @@ class VirtualAcceptance(Acceptance):
     def refills(self) -> int:
         return ENDLESS
 
-    def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
-        return None if random.Random(f"accept {group.number}").random() < self.share else group
+    def accept(self, group: Group, counts: dict[str, float]) -> tuple[Group | None, Outcome]:
+        is_rejected = random.Random(f"accept {group.number}").random() < self.share
+        return (None, "filtered") if is_rejected else (group, "kept")
 
 
 @dataclass(frozen=True)
