@@ -69,6 +69,6 @@ def test_every_algorithm_has_its_default_parts():
 def test_dr_grpo_of_openrlhf_takes_the_mean_over_tokens():
     """As the README of the plugin says: grpo with the advantage of dr_grpo."""
     chosen = Choice(use="grpo", options={"advantage": "dr_grpo", "preset": "openrlhf"})
-    algorithm = build_algorithm(Plugins.discover(), chosen)[0]
+    algorithm = build_algorithm(Plugins.discover(), chosen)
     assert (algorithm.parts["advantage"].name, algorithm.parts["loss"].name) == ("dr_grpo", "ppo")
     assert algorithm.parts["loss"].reduce()["policy"].method == "token_mean"

@@ -64,7 +64,7 @@ class DataPreviewCommand(Command):
         from rlhf_runtime.data.tokenizer import load_tokenizer
 
         plugins = Plugins.discover()
-        algorithm, _ = build_algorithm(plugins, config.algorithm, config.origins)
+        algorithm = build_algorithm(plugins, config.algorithm, config.origins)
         form, answered = algorithm.data, algorithm.needs().answered
         raise_problems(
             "a run with this file is refused", ignored_fields(config.data, form, algorithm.name, bool(answered))

@@ -28,7 +28,7 @@ def judge(name: str, model: str) -> ActiveReward:
 
 
 def test_two_rewards_that_declare_one_role_differently_are_refused():
-    algorithm, _ = build_algorithm(Plugins.discover(), Choice(use="rloo"))
+    algorithm = build_algorithm(Plugins.discover(), Choice(use="rloo"))
     roles = declared_roles(algorithm, [judge("a", "one"), judge("b", "one")])
     assert roles["judge"].model == "one"
     with pytest.raises(ConfigError, match=r"reward 'a' and reward 'b' declare the role 'judge' differently.*`role`"):

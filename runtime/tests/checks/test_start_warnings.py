@@ -15,7 +15,7 @@ TIS = ("algorithm.loss.correction.preset", "tis")
 
 def notes(algorithm: str, *flags: tuple[str, str]) -> list[str]:
     config = load(None, [("algorithm", algorithm), *BASE, *flags])
-    return stream_notes(config, build_algorithm(Plugins.discover(), config.algorithm, config.origins)[0])
+    return stream_notes(config, build_algorithm(Plugins.discover(), config.algorithm, config.origins))
 
 
 def test_samples_of_an_older_policy_without_a_correction_are_named_with_what_to_set():

@@ -14,7 +14,7 @@ from rlhf.interfaces import Advantage, Algorithm, ComponentConfig, Loss, Reward,
 from rlhf.plugins import Plugins
 from rlhf.plugins.registration import abstract_methods
 from rlhf.types import Needs, RewardResult, RoleSpec
-from rlhf_runtime.config.components import Selections, build_algorithm, component_config, select
+from rlhf_runtime.config.components import Selections, build_algorithm, component_config, select, select_algorithm
 from rlhf_runtime.config.flag_values import PythonValue
 from rlhf_runtime.config.load import load, to_toml
 from rlhf_runtime.config.runfile import RunFile
@@ -220,7 +220,7 @@ def test_build_and_select(plugins):
 
 def test_slots_use_the_algorithms_defaults_only_with_the_default_plugin(plugins):
     def loss(**values):
-        algorithm, _ = build_algorithm(plugins, Choice(use="algo", options={"loss": values} if values else {}))
+        algorithm = build_algorithm(plugins, Choice(use="algo", options={"loss": values} if values else {}))
         return algorithm.parts["loss"]
 
     assert loss().config.clip_high == 0.28
@@ -231,8 +231,9 @@ def test_slots_use_the_algorithms_defaults_only_with_the_default_plugin(plugins)
     assert loss(use="plain", scale=3.0).config.scale == 3.0
 
 
-def test_build_algorithm_names_every_plugin_and_takes_short_slots(plugins):
-    algorithm, used = build_algorithm(plugins, Choice(use="algo", options={"kl": 0.5, "loss": "plain"}))
+def test_an_algorithm_names_every_plugin_and_takes_short_slots(plugins):
+    choice = Choice(use="algo", options={"kl": 0.5, "loss": "plain"})
+    algorithm, used = build_algorithm(plugins, choice), select_algorithm(plugins, choice, {}).plugins()
     assert (algorithm.config.kl, algorithm.parts["loss"].name, algorithm.parts["advantage"].name) == (
         0.5,
         "plain",

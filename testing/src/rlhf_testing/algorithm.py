@@ -62,7 +62,7 @@ class AlgorithmSubject(Contract):
         parts |= {n: make() for n, make in self.parts.items() if n not in parts}
         for name, member in config.members.items() if self.cls.has_members else ():
             if f"members.{name}" not in parts:
-                parts[f"members.{name}"] = build_algorithm(self._plugins, Choice(use=member.use), run=run)[0]
+                parts[f"members.{name}"] = build_algorithm(self._plugins, Choice(use=member.use), run=run)
         algorithm = self.cls(config, parts, run or RunOptions())
         algorithm.use_tokens(fabricate.TOKENS)
         return algorithm

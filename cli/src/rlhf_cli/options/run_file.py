@@ -41,7 +41,7 @@ def run_file(run: RunFile, plugins: Plugins, name: str) -> str:
 
     Raises ConfigError or PluginError if a plugin is missing or has wrong options.
     """
-    algorithm, _ = build_algorithm(plugins, run.algorithm, run.origins)
+    algorithm = build_algorithm(plugins, run.algorithm, run.origins)
     values = _values_of_flags(run, algorithm)
     values |= _needed(run, algorithm, values, plugins)
     summary = inspect.cleandoc(type(algorithm).__doc__ or "").split("\n\n")[0]

@@ -18,7 +18,7 @@ WEIGHTS = {"math": 1.0, "chat": 0.25}
 
 
 def member(use: str, **options: Any) -> Callable[[], Algorithm]:
-    return lambda: build_algorithm(Plugins.discover(), Choice(use=use, options=options))[0]
+    return lambda: build_algorithm(Plugins.discover(), Choice(use=use, options=options))
 
 
 LAYOUTS = {

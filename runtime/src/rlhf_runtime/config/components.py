@@ -50,7 +50,7 @@ def component_config(
         resolved, options, path, origins or {}, dict.fromkeys(fields), suggestions=suggestions
     )
     if config is None:
-        refuse([(resolved, problems)])
+        raise ConfigError("\n".join(refusal_lines([(resolved, problems)])))
     return config
 
 
@@ -69,15 +69,13 @@ def select(
 
 def build_algorithm(
     plugins: Plugins, choice: Choice, origins: Mapping[str, str] | None = None, run: RunOptions | None = None
-) -> tuple[Algorithm, list[Resolved]]:
-    """The algorithm with a component in each of its slots, and the plugins: the algorithm first, then the slots, then
-    the members.
+) -> Algorithm:
+    """The algorithm with a component in each of its slots.
 
     ``[algorithm.<slot>] use = "..."`` replaces a slot's plugin and with it the algorithm's defaults for that slot.
     Raises ConfigError with the problems of the algorithm and all slots at once.
     """
-    selected = select_algorithm(plugins, choice, origins or {})
-    return selected.build(run), selected.plugins()
+    return select_algorithm(plugins, choice, origins or {}).build(run)
 
 
 def option_problems(plugins: Plugins, choices: Chosen, origins: Mapping[str, str]) -> list[str]:
@@ -447,10 +445,6 @@ def options_config(
     except ValidationError as error:
         return None, problems + describe(error, model, prefix, origins, suggestions)
     return (None if problems else config), problems
-
-
-def refuse(refusals: list[tuple[Resolved, list[str]]]) -> None:
-    raise ConfigError("\n".join(refusal_lines(refusals)))
 
 
 def refusal_lines(refusals: list[tuple[Resolved, list[str]]]) -> list[str]:
