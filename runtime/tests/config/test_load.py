@@ -196,6 +196,14 @@ def test_a_source_of_a_runs_own_file_is_replaced(write):
     assert "replaces data.train.0 (path = 'a.jsonl'), for which max_rows is set (run.toml, line 6)" in message
 
 
+def test_a_reward_of_a_runs_own_file_is_replaced(write):
+    """A resolved run file states the defaults of every reward, among them an empty list."""
+    reward = 'algorithm = "x"\n[[reward]]\nuse = "math"\nweight = 1.0\ndeadline = 60.0\nsources = []\n'
+    assert [r.use for r in load(write(reward), [("reward", "length")]).reward] == ["length"]
+    message = refused(write(f'{reward}column = "solution"\n'), [("reward", "length")])
+    assert "replaces reward.0 (use = 'math'), for which column is set (run.toml, line 7)" in message
+
+
 def test_fields_of_a_replaced_plugin_are_an_error_naming_both(write):
     path = write('[algorithm]\nuse = "grpo"\n[algorithm.loss]\nuse = "ppo"\nclip_high = 0.3\n')
     message = refused(path, [("algorithm.loss.use", "gspo")])
