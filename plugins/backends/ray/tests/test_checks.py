@@ -114,6 +114,31 @@ def test_a_cluster_that_refuses_the_token_is_reported(nodes, tmp_path, monkeypat
     reached, versions = check_nodes(examination(), nodes)
     assert (reached.status, versions.status) == ("fail", "skipped")
     assert "Authentication" in reached.text, reached.text
+    assert "RAY_AUTH_MODE=token" in reached.remedy
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_run_that_sends_no_token_is_told_how_to_send_it(tmp_path):
+    (tmp_path / "token").write_text("0123456789abcdef" * 4)
+    environment = {**os.environ, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+    port, temporary = free_port(), f"/tmp/rlhf-token-{os.getpid()}"
+    words = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={temporary}"]
+    head = start("127.0.0.1", *words, environment={**environment, "RAY_AUTH_MODE": "token"})
+    imports = "import sys; from rlhf_plugin_ray import config; from rlhf_plugin_ray.cluster.connection import Cluster"
+    program = [sys.executable, "-c", f"{imports}; Cluster(config.RayConfig(address=sys.argv[1]))", f"127.0.0.1:{port}"]
+    try:
+        deadline = time.monotonic() + 60
+        while closed(f"127.0.0.1:{port}", 1):
+            assert time.monotonic() < deadline, "Ray's head did not start"
+            time.sleep(0.2)
+        run = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    finally:
+        end(head)
+        subprocess.run(["rm", "-rf", temporary], check=True)
+    assert "ConfigError: no Ray cluster answers at launcher.address = '127.0.0.1:" in run.stderr
+    assert "InvalidAuthToken" in run.stderr
+    assert "export RAY_AUTH_MODE=token" in run.stderr
 
 
 def test_a_closed_port_is_reported():
@@ -132,6 +157,7 @@ def test_a_port_of_another_program_is_reported():
         reached, nodes = check_nodes(examination(timeout=6), address)
     assert (reached.status, nodes.status) == ("fail", "skipped")
     assert reached.text.startswith(f"{address}: ")
+    assert "RAY_AUTH_MODE=token" in reached.remedy
 
 
 def test_a_host_name_that_does_not_resolve_is_reported():

@@ -10,6 +10,13 @@ from rlhf_workers.launcher_options import WorkerOptions
 
 _PLACE = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
+TOKEN = (
+    "if Ray says InvalidAuthToken, the cluster requires a token: copy ~/.ray/auth_token from its head node if it is "
+    "not here, and `export RAY_AUTH_MODE=token`"
+)
+"""What to do if a cluster answers and refuses this process. Ray sends no token to an address that is named unless the
+variable is set."""
+
 
 class RayConfig(WorkerOptions):
     address: str | None = None

@@ -13,6 +13,7 @@ from rlhf.interfaces import Check, Examination, Finding, ProbeAnswer
 
 from rlhf_plugin_ray.checks import probes
 from rlhf_plugin_ray.checks.node_facts import collect_facts
+from rlhf_plugin_ray.config import TOKEN
 
 RAY_ADDRESS = "RAY_ADDRESS"
 """Environment variable with the address of the cluster that Ray uses if no address is given."""
@@ -80,7 +81,8 @@ def check_nodes(examination: Examination, address: str) -> list[Finding]:
     answer = examination.ask(probes.nodes, {"address": address, "timeout": examination.timeout / 2, "paths": paths})
     if not answer.values:
         reason = f"{address}: {answer.error}"
-        return [Finding("ray cluster", "fail", reason, _START), Finding("ray nodes", "skipped", "no cluster")]
+        remedy = f"{_START}; or {TOKEN}"
+        return [Finding("ray cluster", "fail", reason, remedy), Finding("ray nodes", "skipped", "no cluster")]
     nodes = {node["id"]: node for node in answer.values[0]["nodes"]}
     total: dict[str, float] = {}
     for node in nodes.values():

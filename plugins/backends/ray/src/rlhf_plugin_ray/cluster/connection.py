@@ -16,7 +16,7 @@ from rlhf.errors import ConfigError, WorkerError
 from rlhf_workers.placement import ClusterNode
 
 from rlhf_plugin_ray.cluster.control_process import ControlProcessMonitor, kill_own_ray, why_unreachable
-from rlhf_plugin_ray.config import RayConfig
+from rlhf_plugin_ray.config import TOKEN, RayConfig
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -69,7 +69,9 @@ class Cluster:
             # Ray prints reports about dead workers to standard output; the errors of this plugin contain them
             ray_worker._worker_logs_enabled = config.show_output
         except (ConnectionError, TimeoutError) as cause:
-            raise ConfigError(f"no Ray cluster answers at launcher.address = {address!r}: {cause}. {_START}") from cause
+            raise ConfigError(
+                f"no Ray cluster answers at launcher.address = {address!r}: {cause}. {_START} Or {TOKEN}."
+            ) from cause
         except (RuntimeError, ValueError) as cause:  # versions of Python or Ray differ, or Ray refuses an option
             raise ConfigError(f"Ray at {address!r} cannot be used: {cause}") from cause
         except Exception as cause:
