@@ -153,13 +153,16 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
             f"is {kind!r} ({outputs}). Use a model with num_labels = {outputs}, or a causal language model to start "
             "with a new head."
         )
-    if not classifies and not spec.role.trained and not _has_head(adapter_of(spec.path)):
+    has_head = bool(classifies) or _has_score(spec, outputs)
+    if not has_head and not spec.role.trained and not _has_head(adapter_of(spec.path)):
         raise ModelError(
             f"the model {spec.path!r} of role {spec.role.name!r} is a {', '.join(architectures) or config.model_type}, "
             f"which has no trained {kind!r} head, and this run does not train the role: its output would be random. "
             f"Use a sequence-classification model with {outputs} label{'s' * (outputs != 1)}."
         )
-    return classifier(config, spec.images) or _classification(architectures), not classifies
+    if has_head:
+        config.num_labels = outputs
+    return classifier(config, spec.images) or _classification(architectures), not has_head
 
 
 def require_weights(
@@ -207,6 +210,12 @@ def _learned_positions(module: PreTrainedModel) -> int | None:
     tables = (m for m in text.modules() if isinstance(m, nn.Embedding) and m is not module.get_input_embeddings())
     sizes = {int(table.num_embeddings) for table in tables}
     return positions if positions and sizes & {positions, positions + 2} else None
+
+
+def _has_score(spec: ModelSpec, outputs: int) -> bool:
+    """Whether the checkpoint has a head ``score``, whatever its config calls the model: OpenRLHF writes RewardModel."""
+    header = read(spec, "model", headers_of).get("score.weight")
+    return header is not None and header.shape[0] == outputs
 
 
 def _has_head(adapter: AdapterFolder | None) -> bool:

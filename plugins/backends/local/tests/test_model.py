@@ -79,6 +79,20 @@ def test_a_reward_model_keeps_its_head(tmp_path):
         load(path, "classes:2")
 
 
+def test_a_model_of_openrlhf_keeps_its_head(tmp_path):
+    """Its class is RewardModel or CriticModel, and its config has no number of labels."""
+    path = tiny_reward_model(tmp_path)
+    config = json.loads((path / "config.json").read_text()) | {"architectures": ["RewardModel"]}
+    labels = ("id2label", "label2id", "num_labels")
+    (path / "config.json").write_text(json.dumps({name: config[name] for name in config if name not in labels}))
+    for trained in (True, False):
+        model = load(path, "scalar", trained=trained)
+        assert torch.equal(model.head.weight, load_file(path / "model.safetensors")["score.weight"])
+        assert not model.fresh_head
+    with pytest.raises(ModelError, match="is a RewardModel, which has no trained 'classes:2' head"):
+        load(path, "classes:2", trained=False)
+
+
 def test_a_token_classification_model_keeps_its_head_and_bias(tmp_path):
     config = AutoConfig.from_pretrained(tiny_model(tmp_path), num_labels=2)
     plain = AutoModelForTokenClassification.from_config(config).eval()
