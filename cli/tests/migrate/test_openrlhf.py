@@ -263,6 +263,9 @@ def test_rows_of_supervised_runs():
     assert run["data"]["eval"] == [{"path": "e.jsonl", "split": "test"}]
     assert run["data"]["max_tokens"] == 512
     assert run["trainer"]["lr"] == 1e-5
+    assert "placement" not in run
+    ranks = values(f"{model} --ring_attn_size 2", "train_dpo")["placement"]
+    assert ranks == {"policy": {"ranks": 2}, "reference": {"ranks": 2, "share": "policy"}}
     assert values(f"{model} --output_key o", "train_kto")["algorithm"]["loss"]["beta"] == 0.01
 
 

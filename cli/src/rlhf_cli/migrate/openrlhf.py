@@ -349,6 +349,12 @@ def _run(draft: Draft, online: bool) -> None:
     if not online:
         draft.copy("data.batch_size", "train.batch_size")
         draft.copy("run.epochs", "train.max_epochs")
+        names = ("ds.ring_attn_size", "ds.tensor_parallel_size")
+        if (ranks := s[names[0]] * s[names[1]]) > 1:
+            draft.set("placement.policy.ranks", ranks, *names, note="the fewest; OpenRLHF uses every GPU")
+            if s.entry == "dpo":
+                draft.set("placement.reference.ranks", ranks, *names)
+                draft.set("placement.reference.share", "policy")
 
 
 def _offloading(draft: Draft) -> None:
