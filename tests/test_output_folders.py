@@ -90,6 +90,30 @@ class Replacing(Observer):
     assert (run.path / "manifest.json").read_text() == "another run's"
 
 
+@pytest.mark.parametrize("algorithm", ["sft", "rloo"])
+def test_what_is_learnt_after_the_folder_was_deleted_is_saved(shop: Workshop, algorithm: str) -> None:
+    deleting = """
+import shutil
+from rlhf.interfaces import Observer
+
+class Deleting(Observer):
+    name = "deleting"
+    def run_started(self, info):
+        self.folder, self.first_step = info.output, info.first_step
+    def step_finished(self, step, metrics):
+        if step == 1 and not self.first_step:
+            shutil.rmtree(self.folder)
+"""
+    observer = [{"use": f"file:{shop.file('deleting.py', deleting)}"}]
+    expected = shop.train(algorithm, "whole")
+    run = shop.run(algorithm, "run", observer=observer, checkpoint={"every": 2})
+    assert run.code == 1
+    assert "The checkpoints of steps [2, 3] are intact; continue with --resume." in run.said
+    resumed = shop.train(algorithm, "run", "--resume", observer=observer, checkpoint={"every": 2})
+    assert "has no line for 1 of the steps 1 to 3" in resumed.said
+    assert resumed.weights == expected.weights
+
+
 def test_a_plugin_that_changes_the_current_folder_is_named_as_the_cause(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,10 +275,11 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Context for writing ``path``. Converts an error into one that says what remains of the run. Libraries raise
-        disk errors as their own classes."""
+        """Context for writing ``path``, whose folder is created. Converts an error into one that says what remains of
+        the run. Libraries raise disk errors as their own classes."""
         self._require_own()
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             yield
         except Exception as cause:
             if _keeps_class(cause):

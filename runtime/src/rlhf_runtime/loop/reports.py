@@ -167,7 +167,6 @@ class Reports:
         """
         if save:
             with self._store.writing(path := self._directory.rollouts(steps_done)):
-                path.parent.mkdir(exist_ok=True)
                 write_groups(path, ready.groups, prompt_of, self._token_values)
         self._token_values = {}
         self._progress.last_sample(steps_done, ready.groups)

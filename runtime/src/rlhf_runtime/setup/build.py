@@ -290,7 +290,6 @@ def _answers(
     metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, prepared.evaluation, count=count)
     if prepared.config.checkpoint.save_rollouts:
         with store.writing(path := directory.evaluations(steps_done)):
-            path.parent.mkdir(exist_ok=True)
             write_lines(path, groups, prepared.data.template.prompt_of)
     return metrics
 
