@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
-from rlhf_runtime.checks.sections import OF_ANSWERS, equal_answers
+from rlhf_runtime.checks.sections import SECTIONS_OF_ANSWERS, equal_answers
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.load import load, look_for_models
@@ -88,7 +88,9 @@ def load_for_losses(run_file: str | None, flags: list[tuple[str, str | None]]) -
             raise ConfigError(
                 f"--{section} scores answers, but with --algo no answers are sampled. Remove one of the two."
             )
-        if (section in OF_ANSWERS and name != "generator.use") or name in _OF_EVALUATED_ANSWERS:  # --backend sets it
+        if (
+            section in SECTIONS_OF_ANSWERS and name != "generator.use"
+        ) or name in _OF_EVALUATED_ANSWERS:  # --backend sets it
             raise ConfigError(
                 f"--{name} applies to answers, but with --algo no answers are sampled. Remove one of the two."
             )

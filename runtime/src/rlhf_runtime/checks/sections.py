@@ -44,7 +44,7 @@ _OF_ANSWERS = ("response", "reasoning", "add_eos")
 """Fields that the form ``prompts`` also uses if an algorithm learns from the answers of some rows
 (``Needs.demonstration_share``)."""
 
-OF_ANSWERS = ("sampling", "rollout", "generator", "sync")
+SECTIONS_OF_ANSWERS = ("sampling", "rollout", "generator", "sync")
 """Sections that a run reads only if it samples answers."""
 
 

@@ -22,7 +22,7 @@ from rlhf_hub.hub import Commits
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_lines
 from rlhf_runtime.checks.order import ANSWERS, check
 from rlhf_runtime.checks.run import Job, job_plugins, run_plugins, where_trainer
-from rlhf_runtime.checks.sections import OF_ANSWERS, READ_OF
+from rlhf_runtime.checks.sections import READ_OF, SECTIONS_OF_ANSWERS
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.load import load
 from rlhf_runtime.config.runfile import RunFile
@@ -165,7 +165,7 @@ def _rows_to_evaluate(config: RunFile, plugins: Plugins) -> RunFile:
     sections = {name: of_role(getattr(config, name)) for name in ("policy", "critic", "reference")}
     roles = {name: of_role(section) for name, section in config.roles.items()}
     unread = {"reward": (), "env": None, "curriculum": None, "observer": ()}
-    unread |= {name: RunFile.model_fields[name].get_default(call_default_factory=True) for name in OF_ANSWERS}
+    unread |= {name: RunFile.model_fields[name].get_default(call_default_factory=True) for name in SECTIONS_OF_ANSWERS}
     rest = {"data": data, "trainer": trainer, "roles": roles, "eval": EvalSection(max_rows=config.eval.max_rows)}
     return config.model_copy(update={**unread, **sections, **rest})
 

@@ -140,8 +140,17 @@ class Run:
         """The phase that changes weights: :func:`rlhf_runtime.loop.learn.learn`."""
         self.take_devices_back()
         with self.timed("learn"):
-            hooks = self.keep_skipped, self.timed, self.progress.count, self.credited
-            metrics = learn(batch, self.algorithm, self.roles, self.config.run.seed, step, *hooks)
+            metrics = learn(
+                batch,
+                self.algorithm,
+                self.roles,
+                self.config.run.seed,
+                step,
+                keep_skipped=self.keep_skipped,
+                timed=self.timed,
+                count=self.progress.count,
+                credited=self.credited,
+            )
         self._catch_up(step)
         return metrics
 
