@@ -21,6 +21,8 @@ from rlhf_cli.plan.row_lengths import limits, read_lengths
 from rlhf_cli.plan.shortages import make_plan
 from rlhf_runtime.checks.run import run_plugins
 from rlhf_runtime.config.load import load
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.tokenizer import load_tokenizer
 from rlhf_testing.chat_templates import HERMES
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoTokenizer
@@ -213,6 +215,58 @@ def test_rows_that_no_step_takes_do_not_count(tmp_path, plugins, change, rows_te
     lengths, _ = measured(tmp_path, plugins, "grpo", *rows, **group | change)
     assert lengths.prompt == (3 if "steps" in rows_text else 30)
     assert lengths.source.endswith(f"the longest of {rows_text}")
+
+
+def test_rows_that_are_left_out_do_not_count(tmp_path, plugins):
+    rows = [{"prompt": "1" * n, "answer": "2"} for n in (2, 30, 5)]
+    group = {"reward": "math", "sampling.samples_per_prompt": "2", "data.shuffle": "false"}
+    dropped = {"data.too_long": "drop", "data.max_prompt_tokens": "10"}
+    lengths, _ = measured(tmp_path, plugins, "grpo", *rows, **group | dropped)
+    assert lengths.prompt == 5
+    assert lengths.source.endswith("the longest of 2 rows")
+
+
+@pytest.mark.parametrize(
+    ("data", "run", "steps"),
+    [('too_long = "drop"\nmax_prompt_tokens = 25', "steps = 3", 3), ("", "epochs = 4.0", 44)],
+    ids=["the next row of its source replaces a row", "a pass lacks rows of a later pass"],
+)
+def test_with_probabilities_the_rows_are_those_of_the_steps(tmp_path, plugins, data, run, steps):
+    model = tiny_model(tmp_path / "model")
+    for name, lengths in (("a", (3, 30, 4, 31, 5, 32)), ("b", (6, 33, 7, 34, *range(8, 20)))):
+        rows = [{"prompt": "1" * n, "answer": "2"} for n in lengths]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for seed in range(4):
+        (tmp_path / "run.toml").write_text(
+            f"""
+            [algorithm]
+            use = "grpo"
+            [policy]
+            model = "{model}"
+            [data]
+            batch_size = 2
+            {data}
+            [[data.train]]
+            path = "{tmp_path / "a.jsonl"}"
+            probability = 0.8
+            [[data.train]]
+            path = "{tmp_path / "b.jsonl"}"
+            probability = 0.2
+            [sampling]
+            samples_per_prompt = 2
+            [[reward]]
+            use = "math"
+            [run]
+            seed = {seed}
+            {run}
+            """
+        )
+        parts = run_plugins(load(tmp_path / "run.toml", []), plugins)
+        train_data = TrainData(parts.config.data, load_tokenizer(str(model)), "prompts", seed)
+        taken_rows = [row for _ in range(steps) for row in train_data.take(2)]
+        lengths = read_lengths(parts)
+        assert lengths.prompt == max(len(row.columns["prompt"]) for row in taken_rows)
+        assert lengths.source.endswith(f"the longest of the {2 * steps} rows of the run's steps")
 
 
 @pytest.mark.parametrize(

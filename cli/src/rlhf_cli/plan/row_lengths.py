@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +14,8 @@ from rlhf_runtime.checks.run import RunPlugins
 from rlhf_runtime.data.dataset import CHECKED
 
 if TYPE_CHECKING:
-    from rlhf.types import Row
     from rlhf_runtime.data.dataset import TrainData
+    from rlhf_runtime.data.row_rules import RowVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,6 @@ def read_lengths(run: RunPlugins) -> Lengths:
 
 def _measured(run: RunPlugins) -> Lengths:
     from rlhf_runtime.data.dataset import TrainData
-    from rlhf_runtime.data.row_order import RowOrder
     from rlhf_runtime.data.tokenizer import load_tokenizer
 
     config, form = run.config, run.algorithm.data
@@ -109,36 +109,38 @@ def _measured(run: RunPlugins) -> Lengths:
     data = TrainData(config.data, tokenizer, form, config.run.seed, run.algorithm.needs().answered, run.commits)
     tools = _tokens_of_tools(data, run.rollout) if run.online and run.rollout is not None else 0
 
-    def sizes(count: int, order: Iterator[Row], limit: int | None = None) -> list[tuple[int, int, int]]:
+    def sizes(verdicts: Iterable[RowVerdict], limit: int | None = None) -> list[tuple[int, int, int]]:
         """(tokens of the unit, of its prompt, of its longest sequence) of each of the first ``limit`` usable rows."""
         lengths: list[tuple[int, int, int]] = []
-        for _, row in zip(range(count), order, strict=False):
-            if len(lengths) == limit:
-                break
-            verdict = data.judge(row, row.source in data.answered)
+        for verdict in itertools.islice(verdicts, CHECKED):
             if verdict.kind:
                 continue  # refused or left out
             sequences = [] if verdict.example is None else verdict.example.sequences
             unit = sum(len(s.ids) for s in sequences) or verdict.tokens
             prompt = min((s.loss_mask.index(True) for s in sequences), default=verdict.tokens)
             lengths.append((unit + tools, prompt + tools, verdict.tokens + tools))
+            if len(lengths) == limit:
+                break
         return lengths
 
-    rows = RowOrder(data.sources["train"], config.run.seed, config.data.shuffle)
     total = data.rows_per_epoch
-    limit = _rows_of_steps(run)
-    train = sizes(min(total, CHECKED), (rows.take(1)[0] for _ in range(total)), limit)
+    limit = _rows_of_steps(run, total)
+    verdicts = (verdict for _, verdict in data.judged())
+    train = sizes(verdicts if _has_probabilities(run) else itertools.islice(verdicts, total), limit)
     held_out = [
         size
         for source in data.sources["eval"]
-        for size in sizes(CHECKED, (source[i] for i in range(len(source))), config.eval.max_rows)
+        for size in sizes((data.judge(source[i]) for i in range(len(source))), config.eval.max_rows)
     ]
     if not train:
         return limits(run, "no row is usable")
     max_tokens, new = config.data.max_tokens, config.sampling.max_new_tokens
-    scope = f"{len(train)} rows" if total <= CHECKED else f"the first {CHECKED} of {total} rows"
     if len(train) == limit:
         scope = f"the {limit} rows of the run's steps"
+    elif _has_probabilities(run):
+        scope = f"the first {len(train)} rows of the run"
+    else:
+        scope = f"{len(train)} rows" if total <= CHECKED else f"the first {CHECKED} of {total} rows"
     held_out_prompt = max((p for _, p, _ in held_out), default=0)
     held_out_longest = min(max_tokens, held_out_prompt + (config.eval.max_new_tokens or new)) if held_out else 0
     unit, prompt, _ = max(train)
@@ -183,15 +185,23 @@ def _tokens_of_tools(data: TrainData, rollout: Rollout) -> int:
     return len(extended.ids) - len(prompt.ids)
 
 
-def _rows_of_steps(run: RunPlugins) -> int | None:
-    """Number of rows that the steps of the run use; None: ``run.steps`` is not set, or the run may use other rows than
-    the first."""
+def _has_probabilities(run: RunPlugins) -> bool:
+    """Whether sources have probabilities. Then a pass over the data has some rows twice and lacks others."""
+    return any(source.probability is not None for source in run.config.data.train)
+
+
+def _rows_of_steps(run: RunPlugins, rows_per_epoch: int) -> int | None:
+    """Number of rows that the steps of the run use; None: the run uses whole passes, or maybe other rows than the
+    first."""
+    from rlhf_runtime.setup.prepare import total_steps
+
     config = run.config
     stream = config.stream
     replaced = stream.filter is not None or stream.on_failed_sample == "drop_group" or stream.mode == "continuous"
-    if config.run.steps is None or config.curriculum is not None or replaced:
+    is_whole = config.run.steps is None and not _has_probabilities(run)
+    if is_whole or config.curriculum is not None or replaced:
         return None
-    return config.run.steps * config.data.batch_size
+    return total_steps(config, rows_per_epoch) * config.data.batch_size
 
 
 def _one_turn(run: RunPlugins) -> bool:

@@ -196,6 +196,16 @@ class TrainData:
         """Whether a row can be used, and its tokens (:func:`rlhf_runtime.data.row_rules.judge`). Changes no counter."""
         return judge(row, self.form, self.template, self.section, answered)
 
+    def judged(self) -> Iterator[tuple[Row, RowVerdict]]:
+        """The training rows in the order of a run, without an end, those among them that are not used too. Changes no
+        counter."""
+        order = RowOrder(self._train, self.order.seed, self.order.shuffle)
+        row = order.take(1)[0]
+        while True:
+            verdict = self.judge(row, row.source in self.answered)
+            yield row, verdict
+            row = order.take_instead(row) if verdict.kind else order.take(1)[0]
+
     def check(self, rows: int, stopped: Callable[[], bool] = lambda: False) -> str:
         """Check the first ``rows`` training rows of a run, in its order, without taking or counting them. Returns a
         note on the rows that will be left out; empty if no row will be.
@@ -205,21 +215,19 @@ class TrainData:
 
         Raises DataError: a row would be refused by :meth:`take`, or no row is usable.
         """
-        order = RowOrder(self._train, self.order.seed, self.order.shuffle)
         counts, first, checked, misses = Counter[str](), "", 0, 0
-        bad_row: Row | None = None
+        judged = self.judged()
         while checked < rows or (rows and checked == counts.total()):  # at least until a row is usable
             if stopped():
                 break
-            row = order.take(1)[0] if bad_row is None else order.take_instead(bad_row)
-            verdict = self.judge(row, row.source in self.answered)
+            row, verdict = next(judged)
             self._require_wanted(row, self._train, verdict)
             checked += 1
-            bad_row, misses = (row, misses + 1) if verdict.kind else (None, 0)
+            misses = misses + 1 if verdict.kind else 0
             if verdict.kind:
                 counts[verdict.kind] += 1
                 first = first or f"{self._source(self._train, row.source).location(row.index)}: {verdict.text}"
-            if misses >= 2 * order.rows_of_pass(row):
+            if misses >= 2 * self.order.rows_of_pass(row):
                 raise self._nothing_left(row, misses, verdict)
         if not counts:
             return ""
