@@ -42,6 +42,17 @@ def test_a_rank_of_several_devices_holds_its_model_on_the_first():
     ]
 
 
+def test_a_role_shares_all_devices_of_a_rank():
+    for ranks, second in ((2, {"policy": 1, "reference": 1}), (1, {"policy": 1})):
+        places = {"policy": Place(2, 2), "reference": Place(ranks, share="policy")}
+        assert occupancy(places) == [
+            ("policy 0", 1, {"policy": 1, "reference": 1}),
+            ("policy 1", 1, {}),
+            ("policy 2", 1, second),
+            ("policy 3", 1, {}),
+        ]
+
+
 def test_several_ranks_on_one_device():
     places = {"policy": Place(1, 2), "reference": Place(2, share="policy")}
     assert occupancy(places) == [("policy 0", 1, {"policy": 1, "reference": 1}), ("policy 1", 1, {"reference": 1})]

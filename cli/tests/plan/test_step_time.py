@@ -194,6 +194,23 @@ def test_numbers_of_flags_are_enough(words, capsys):
     assert "assumes 3 s of learning for the 800 tokens of a batch, 0.25 s per sync" in out
 
 
+def test_a_speed_of_sampling_replaces_the_measured_seconds_to_the_first_token(words, tmp_path, capsys):
+    plans = []
+    for name, request in (("quick", 0.0), ("slow", 2.0)):
+        begins = {(0, 0, 10): 1.0, (0, 1, 20): 10.0, (1, 0, 30): 20.0}
+        turns = [(g, s, 0, n, begin, begin + request + n / 10) for (g, s, n), begin in begins.items()]
+        run = timeline(tmp_path / name, turns, [(group, sample, *times) for group, sample, _, _, *times in turns])
+        assert measured_speeds(run, waves=True, batch=4, engines=1).speeds.request == pytest.approx(request, abs=1e-6)
+        (run / "manifest.json").write_text('{"schema": 1, "starts": []}')
+        options = f'[policy]\nmodel = "{tmp_path / "model"}"\ndtype = "auto"\n[algorithm]\nuse = "grpo"\n'
+        (run / "config.toml").write_text(f'{options}[trainer]\nuse = "simulated"\n[generator]\nuse = "simulated"\n')
+        assert main([*words, "--speeds", str(run), "--tokens-per-second", "100", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out)["step_time"])
+    assert [layout["generate"] for layout in plans[1]["layouts"]] == [
+        pytest.approx(layout["generate"]) for layout in plans[0]["layouts"]
+    ]
+
+
 def test_layouts_that_the_run_file_cannot_have_are_named(words, capsys):
     local = [*words, *NUMBERS, "--launcher.use", "local", "--trainer.use", "torch", "--generator.use", "transformers"]
     assert main([*local, "--json"]) == 0

@@ -278,12 +278,13 @@ def test_without_a_network_the_cache_is_used_and_reported(hub, client):
     assert "Check the network, HF_ENDPOINT and proxies, or use a folder or file." in none["error"]
 
 
-def test_a_hub_out_of_service_leaves_the_cache_in_use(hub, client):
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_hub_out_of_service_leaves_the_cache_in_use(status, hub, client):
     (reference,) = client.ask(hub.url, source(subset="main"))
-    hub.status = 503
+    hub.status = status
     fallback, none = client.ask(hub.url, source(subset="main"), source(path="owner/none"))
     assert fallback["rows"] == reference["rows"]
-    assert "the hub answers 503: dataset owner/rows@main is assumed to be" in fallback["notes"][0]
+    assert f"the hub answers {status}: dataset owner/rows@main is assumed to be" in fallback["notes"][0]
     assert "Try again later." in none["error"]
 
 

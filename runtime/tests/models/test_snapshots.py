@@ -88,6 +88,13 @@ def test_a_share_mixes_the_old_weights_with_the_sources(dtype):
     assert reference["b"].tolist() == [4.5], "0.5 x 5 + 0.5 x 4"
 
 
+def test_mixed_weights_in_bf16_are_rounded_once():
+    source, old = torch.linspace(-2, 3, 500), torch.linspace(1, -4, 500).bfloat16()
+    models = {"policy": Weights({"a": source}), "reference": Weights({"a": old.clone()})}
+    snapshot(models, Snapshot("reference", "policy", 0.3))
+    assert torch.equal(models["reference"].tensors["a"], (source * 0.3 + old.float() * 0.7).bfloat16())
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [

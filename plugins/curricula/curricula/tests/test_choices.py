@@ -135,7 +135,7 @@ def test_the_schedule(schedule, shares):
 
 def test_smaller_numbers_can_be_harder_and_ties_keep_the_order_of_the_data():
     assert easy_to_hard([0.1, 0.9, 0.5, 0.7], harder="smaller").choose(2, 0) == [1, 3]
-    assert easy_to_hard([1, 1, 1, 1]).choose(2, 0) == [0, 1]
+    assert easy_to_hard([2, 1] * 10, start=0.25).choose(5, 0) == [1, 3, 5, 7, 9]
 
 
 def test_an_unknown_column_is_refused():
