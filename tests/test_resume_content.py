@@ -37,6 +37,55 @@ def test_a_reference_that_was_trained_further_under_its_path_is_refused(shop: Wo
     assert_same_run(resumed, baseline)
 
 
+def test_a_run_continues_with_a_model_and_rows_that_were_moved(shop: Workshop) -> None:
+    rows = shop.rows("rows.jsonl", PAIRS)
+    changes = {"policy": {"model": str(copied(shop))}, "data": {"train": str(rows)}, "checkpoint": {"every": 1}}
+    baseline = shop.train("dpo", "whole", **changes)
+    shop.train("dpo", "run", "--run.stop_after", "2", **changes)
+    (folder := shop.folder / "moved").mkdir()
+    model, data = (shutil.move(path, folder) for path in (shop.folder / "model", rows))
+    changes |= {"policy": {"model": str(model)}, "data": {"train": str(data)}}
+    Path(data).write_text(Path(data).read_text().replace("1", "2"))
+    refused = shop.run("dpo", "run", "--resume", "--dry-run", **changes)
+    assert "content of data.train.rows: was " in refused.said
+    shop.rows("moved/rows.jsonl", PAIRS)
+    resumed = shop.train("dpo", "run", "--resume", **changes)
+    assert "read from another place, with the same content: " in resumed.said
+    assert "different run" not in resumed.said
+    assert_same_run(resumed, baseline)
+
+
+ON_A_SERVER = """
+from rlhf.interfaces import ComponentConfig, Reward
+from rlhf.types import RewardResult
+
+
+class OnServerConfig(ComponentConfig):
+    url: str
+    bonus: float = 0.0
+
+
+class OnServer(Reward):
+    name = "on_server"
+    Config = OnServerConfig
+    layout = frozenset({"url"})
+
+    def score(self, group):
+        return [RewardResult(float(len(t.completion)) + self.config.bonus) for t in group.trajectories]
+"""
+
+
+def test_a_run_continues_with_the_new_address_of_a_rewards_server(shop: Workshop) -> None:
+    reward = {"use": f"file:{shop.file('on_server.py', ON_A_SERVER)}", "url": "http://a"}
+    shop.train("grpo", "run", "--run.stop_after", "2", reward=[reward])
+    refused = shop.run("grpo", "run", "--resume", reward=[{**reward, "bonus": 1.0}])
+    assert refused.code == 1
+    assert "\n  reward.0.bonus: was 0.0, now 1.0" in refused.said
+    resumed = shop.train("grpo", "run", "--resume", reward=[{**reward, "url": "http://b"}])
+    assert "reward.0.url: was 'http://a', now 'http://b'" in resumed.said
+    assert len(resumed.lines()) == 3
+
+
 @pytest.mark.full
 def test_another_chat_template_under_the_same_path_is_refused(shop: Workshop) -> None:
     template = shop.file("chat.jinja", "{% for m in messages %}{{ m['content'] }}{% endfor %}")

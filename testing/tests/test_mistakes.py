@@ -71,6 +71,13 @@ def test_an_option_that_no_run_file_could_set(kind, base, field, says):
     assert says in failures(kind, with_field(base, field))["config"]
 
 
+def test_a_layout_names_options():
+    base = with_field(Constant, "url")
+    assert failures("reward", type("Made", (base,), {"__doc__": "Made.", "layout": frozenset({"url"})})) == {}
+    wrong = type("Made", (base,), {"__doc__": "Made.", "layout": frozenset({"urls"})})
+    assert "layout names ['urls']; Config has ['url']" in failures("reward", wrong)["config"]
+
+
 def test_methods_with_another_signature_are_found():
     class Fewer(Centered):
         """No groups."""

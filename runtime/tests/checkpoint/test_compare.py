@@ -3,6 +3,7 @@ import copy
 import pytest
 from rlhf.errors import CheckpointError
 from rlhf_runtime.checkpoint import compare, describe, require_same_run
+from rlhf_runtime.checkpoint.compare import layout_of
 
 CONFIG = {
     "run": {"seed": 1, "steps": 10, "output": "a", "resume": False, "threads": None},
@@ -21,7 +22,7 @@ def as_written(key):
     return key.replace(".options", "")
 
 
-def meta(plugins=PLUGINS, threads=2, device="cpu", **changes):
+def meta(plugins=PLUGINS, threads=2, device="cpu", content=None, **changes):
     config = copy.deepcopy(CONFIG)
     for key, value in changes.items():
         *path, last = key.split("__")
@@ -29,7 +30,7 @@ def meta(plugins=PLUGINS, threads=2, device="cpu", **changes):
         for part in path:
             place = place[int(part) if part.isdigit() else part]
         place[last] = value
-    return describe(config, plugins, threads=threads, device=device)
+    return describe(config, plugins, threads=threads, device=device, content=content or {})
 
 
 @pytest.mark.parametrize(
@@ -145,9 +146,50 @@ def test_options_of_a_trainers_layout_may_change(key):
         place[name] = value
         return describe({**settings, **config}, [], threads=1, device="cpu")
 
-    [stage] = compare(of("stage", 2), of("stage", 3), ["stage"])
+    layout = layout_of("trainer", ["stage"])
+    [stage] = compare(of("stage", 2), of("stage", 3), layout)
     assert (stage.key, stage.severity) == (key, "report")
-    [other] = compare(of("lr", 1e-3), of("lr", 1e-4), ["stage"])
+    [other] = compare(of("lr", 1e-3), of("lr", 1e-4), layout)
     assert other.severity == "refuse"
     [unknown] = compare(of("stage", 2), of("stage", 3))
     assert unknown.severity == "refuse"
+
+
+@pytest.mark.parametrize(
+    ("key", "option", "severity"),
+    [
+        ("rollout__options__mcp__search__url", "mcp.*.url", "report"),
+        ("rollout__options__mcp__search__tools", "mcp.*.url", "refuse"),
+        ("rollout__options__url", "mcp.*.url", "refuse"),
+    ],
+)
+def test_a_layout_names_options_in_tables(key, option, severity):
+    def of(value):
+        config = value
+        for part in reversed(key.split("__")):
+            config = {part: config}
+        return describe(config, [], threads=1, device="cpu")
+
+    [difference] = compare(of("a"), of("b"), layout_of("rollout", [option]))
+    assert difference.severity == severity
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"policy__model": "b"}, "policy.model"),
+        ({"data__train__0__path": "b.jsonl"}, "data.train.rows"),
+        ({"data__chat_template": "b.jinja"}, "data.chat_template"),
+    ],
+)
+def test_a_file_may_have_another_path_if_its_content_is_equal(change, name):
+    start = meta(data__chat_template="a.jinja", content={name: "1", "other": "2"})
+    changes = {"data__chat_template": "a.jinja", **change}
+    [moved] = compare(start, meta(**changes, content={name: "1", "other": "2"}))
+    assert moved.severity == "moved"
+    [line] = require_same_run([moved], "step-3")
+    assert line == f"read from another place, with the same content: {moved}"
+    for content in ({name: "3"}, {f"{name}_2": "1"}, {}):
+        assert moved.key in [d.key for d in compare(start, meta(**changes, content=content)) if d.severity == "refuse"]
+    older = meta(data__chat_template="a.jinja")
+    assert [d.severity for d in compare(older, meta(**changes, content={name: "1"}))] == ["refuse"]

@@ -214,6 +214,8 @@ class Contract(PluginContract):
         check_fields(cls)
         for name, taker in taken_fields(self.cls, self.kind).items():
             raise Nonconformance(f"{cls.__qualname__}.{name} cannot be set: {taker} uses the name. Choose another")
+        unknown = sorted(name for name in self.cls.layout if name.partition(".")[0] not in cls.model_fields)
+        expect(not unknown, f"{self.cls.__name__}.layout names {unknown}; {cls.__qualname__} has {[*cls.model_fields]}")
         for config in self.grid():
             check_config(config)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.plugins import Plugins
-from rlhf_runtime.checkpoint.compare import at_resume
+from rlhf_runtime.checkpoint.compare import at_resume, layout_of
 from rlhf_runtime.config.command_line import SHORT_FLAGS
 from rlhf_runtime.config.components import chosen_by
 from rlhf_runtime.config.options import Option, Section, plugin_options, run_file_options, sections
@@ -68,10 +68,10 @@ def explained(name: str, run: RunFile, plugins: Plugins) -> Explanation:
         raise ConfigError(_unknown(full_name, tables, names, Suggestions(plugins, choices), bool(selected)))
     trainer = plugins.resolve("trainer", run.trainer.use).cls if place == "trainer" else None
     live = {f"trainer.{option}" for option in trainer.changeable} if trainer else set()
-    layout = trainer.layout if trainer else ()
-    used = [str(plugins.resolve(kind, choice.use)) for kind, _, choice in selected]
+    used = {path: plugins.resolve(kind, choice.use) for kind, path, choice in selected}
+    layout = [pattern for path, plugin in used.items() for pattern in layout_of(path, plugin.cls.layout)]
     return Explanation(
-        _head(tables[full_name], used, plugins) if full_name in tables else (),
+        _head(tables[full_name], [str(plugin) for plugin in used.values()], plugins) if full_name in tables else (),
         [
             Explained(
                 o, at_resume(_saved_name(o), layout), o.path in live, plugin_names(plugins, o.kind) if o.kind else ()

@@ -29,6 +29,9 @@ class Component:
     source: ClassVar[str] = ""
     """Paper or documentation that the component implements, shown by ``rlhf plugins show``."""
     Config: ClassVar[type[ComponentConfig]] = ComponentConfig
+    layout: ClassVar[frozenset[str]] = frozenset()
+    """Options that may change on resume, because they say where and how fast the component works (addresses, timeouts,
+    sharding), not what it computes. ``*`` is any name in a table: ``mcp.*.url``."""
 
     def __init__(self, config: ComponentConfig | None = None) -> None:
         self.config: Any = self.Config() if config is None else config

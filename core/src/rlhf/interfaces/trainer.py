@@ -58,10 +58,6 @@ class Trainer(TrainerPreflight, Component):
     """``ranks:many``, ``ema``, ``bf16``, ``storage:bf16`` (:attr:`ModelSpec.storage`), ``images``
     (:attr:`rlhf.ops.batch.Batch.images_B`), ..."""
 
-    layout: ClassVar[frozenset[str]] = frozenset()
-    """Options that may change on resume (sharding, offload, timeouts). :meth:`load` must accept a checkpoint that was
-    saved with other values."""
-
     changeable: ClassVar[frozenset[str]] = frozenset()
     """Options that a run may change between two steps (:meth:`change`)."""
 
@@ -149,7 +145,7 @@ class Trainer(TrainerPreflight, Component):
 
     @abstractmethod
     def load(self, path: Path) -> None:
-        """Restore exactly the state that :meth:`save` wrote."""
+        """Restore exactly the state that :meth:`save` wrote, also if options in :attr:`layout` had other values."""
 
 
 class SharesModule(Ability):

@@ -14,7 +14,7 @@ from rlhf.saved import Saved
 
 from rlhf_runtime.checkpoint import json_values
 
-Severity = Literal["refuse", "report", "added"]
+Severity = Literal["refuse", "report", "added", "moved"]
 
 _IGNORED = (
     "run.output", "run.resume", "run.overwrite", "run.name", "run.report", "run.show_samples", "run.stop_after",
@@ -36,6 +36,10 @@ _REPORTED = (
 """Patterns of run-file keys (``*`` = one part) that may change on resume. A change is reported, because the run is then
 no longer bit-equal."""
 
+_PLACES = {"*.model": "{0}.model", "roles.*.model": "{1}.model", "data.chat_template": "data.chat_template",
+           "data.train.*.path": "data.train.", "data.eval.*.path": "data.eval."}  # fmt: skip
+"""{pattern of run-file keys that name a file or folder: its key in the content, or the start of such keys}."""
+
 _ABSENT = "(not set)"
 
 
@@ -48,7 +52,8 @@ class Difference:
     run_value: Any
     severity: Severity
     """``refuse``: continuing would mix two runs. ``report``: the run continues, and a message says that it is a
-    different run. ``added``: an option at its default that the checkpoint's release did not have; the same run."""
+    different run. ``added``: an option at its default that the checkpoint's release did not have; the same run.
+    ``moved``: another path of equal content; the same run."""
 
     @property
     def absent_before(self) -> bool:
@@ -105,22 +110,25 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collect
     """All differences between a checkpoint's ``meta`` and the run that resumes it, both made by :func:`describe`.
 
     A changed model, algorithm, reward, data, seed, batch size or staleness is refused, even if a file changed under its
-    old path. Changed total steps, threads, device, versions and schedules are reported. Keys that only one of the two
-    has are refused. :mod:`rlhf_runtime.setup.resume` then asks the run's plugins which of these keys are options at
-    their defaults.
+    old path. A model, chat template or data of equal content may have another path. Changed total steps, threads,
+    device, versions and schedules are reported. Keys that only one of the two has are refused.
+    :mod:`rlhf_runtime.setup.resume` then asks the run's plugins which of these keys are options at their defaults.
 
     Args:
-        layout: options of the run's trainers that are reported, too (``Trainer.layout``).
+        layout: patterns of options that are reported, too (:func:`layout_of`).
     """
-    reported = (*_REPORTED, *_of_layout(layout))
+    reported = (*_REPORTED, *layout)
+    old, new = meta.get("content", {}), current.get("content", {})
     differences = _differences(
-        meta.get("config", {}), current.get("config", {}), "", lambda key, *_: _severity_of_key(key, reported)
+        meta.get("config", {}),
+        current.get("config", {}),
+        "",
+        lambda key, *_: "moved" if _is_moved(key, old, new) else _severity_of_key(key, reported),
     )
     differences += _differences(meta.get("plugins", {}), current.get("plugins", {}), "plugins.", _severity_of_plugin)
     differences += _differences(
         meta.get("environment", {}), current.get("environment", {}), "environment.", lambda *_: "report"
     )
-    old, new = meta.get("content", {}), current.get("content", {})
     return (
         differences
         + [  # if only one of them has a key, the config or the release differs
@@ -140,7 +148,7 @@ def at_resume(key: str, layout: Collection[str] = ()) -> Literal["ignore", "repo
     """
     if key in _IGNORED:
         return "ignore"
-    return "report" if _severity_of_key(key, (*_REPORTED, *_of_layout(layout))) == "report" else "refuse"
+    return "report" if _severity_of_key(key, (*_REPORTED, *layout)) == "report" else "refuse"
 
 
 def require_same_run(differences: Sequence[Difference], path: Path | str) -> list[str]:
@@ -157,11 +165,25 @@ def require_same_run(differences: Sequence[Difference], path: Path | str) -> lis
         lines += ["continues as a different run, no longer bit-equal to the one that was saved:", *reported]
     if added := [f"{d.option} = {d.run_value!r}" for d in differences if d.severity == "added"]:
         lines.append(f"options that were added after the checkpoint was saved, at their defaults: {', '.join(added)}")
+    if moved := [str(d) for d in differences if d.severity == "moved"]:
+        lines.append(f"read from another place, with the same content: {'; '.join(moved)}")
     return lines
 
 
-def _of_layout(layout: Collection[str]) -> list[str]:
-    return [f"{place}.{name}" for place in ("trainer.options", "*.trainer", "roles.*.trainer") for name in layout]
+def layout_of(section: str, options: Collection[str]) -> list[str]:
+    """Patterns of the options in ``Component.layout`` of a section's plugin."""
+    places = ("trainer.options", "*.trainer", "roles.*.trainer") if section == "trainer" else (f"{section}.options",)
+    return [f"{place}.{name}" for place in places for name in options]
+
+
+def _is_moved(key: str, old: Mapping[str, str], new: Mapping[str, str]) -> bool:
+    """Whether ``key`` names a file or folder whose content is equal. ``old``, ``new``: {key: hash of its content}."""
+    for pattern, start in _PLACES.items():
+        if _matches(key, pattern) and len(key.split(".")) == len(pattern.split(".")):
+            prefix = start.format(*key.split("."))
+            hashes = [{name: h for name, h in side.items() if name.startswith(prefix)} for side in (old, new)]
+            return bool(hashes[0]) and hashes[0] == hashes[1]
+    return False
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str, severity: Any) -> list[Difference]:
@@ -180,13 +202,13 @@ def _meant(key: str, value: Any) -> Any:
 
 
 def _severity_of_key(key: str, reported: Sequence[str]) -> Severity:
-    parts = key.split(".")
-    for pattern in reported:
-        names = pattern.split(".")
-        # zip() stops at the shorter one, so a pattern also matches every key below it.
-        if len(parts) >= len(names) and all(w in ("*", p) for w, p in zip(names, parts, strict=False)):
-            return "report"
-    return "refuse"
+    return "report" if any(_matches(key, pattern) for pattern in reported) else "refuse"
+
+
+def _matches(key: str, pattern: str) -> bool:
+    """Whether ``key`` is, or is below, a key of this pattern (``*`` = one part)."""
+    parts, names = key.split("."), pattern.split(".")
+    return len(parts) >= len(names) and all(n in ("*", p) for n, p in zip(names, parts, strict=False))
 
 
 def _severity_of_plugin(key: str, old: Any, new: Any) -> Severity:

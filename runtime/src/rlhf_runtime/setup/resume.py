@@ -23,7 +23,7 @@ from rlhf_hub.adapter_folders import adapter_of
 from rlhf_hub.published import content_of
 
 from rlhf_runtime.checkpoint import Checkpoint, CheckpointStore, Difference, compare, describe, require_same_run
-from rlhf_runtime.checkpoint.compare import SavedMeta
+from rlhf_runtime.checkpoint.compare import SavedMeta, layout_of
 from rlhf_runtime.checkpoint.store import BEST, MANIFEST
 from rlhf_runtime.config.load import load, to_toml
 from rlhf_runtime.config.runfile import RunFile
@@ -94,7 +94,7 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
         device=environment.get("device", ""),
         content=content(prepared, saved.content),
     )
-    differences = compare(newest.meta, new_meta, prepared.parts["trainer"].resolved.cls.layout)
+    differences = compare(newest.meta, new_meta, _layout(prepared))
     require_same_run(allow_defaults(differences, prepared.config, prepared.resolve), newest.path)
     return store.open(newest.step)
 
@@ -157,7 +157,7 @@ def restore(
             directory.cut(None)
         return 0
     new_meta = {**meta, "content": content(prepared, checkpoint.meta.get("content", {}))}
-    differences = compare(checkpoint.meta, new_meta, prepared.parts["trainer"].resolved.cls.layout)
+    differences = compare(checkpoint.meta, new_meta, _layout(prepared))
     for line in require_same_run(allow_defaults(differences, prepared.config, prepared.resolve), checkpoint.path):
         note(line)
     step = state.read(checkpoint)
@@ -259,6 +259,13 @@ def _recorded(run: RunFile) -> dict[str, Any]:
     return sections | {"stream": {**sections["stream"], "replay": None}}
 
 
+def _layout(prepared: Prepared) -> list[str]:
+    """Patterns of the options that may change on resume according to the run's plugins (``Component.layout``)."""
+    sections = {name: part.resolved for name, part in prepared.parts.items()}
+    sections |= {f"reward.{number}": reward.resolved for number, reward in enumerate(prepared.rewards)}
+    return [pattern for name, plugin in sections.items() for pattern in layout_of(name, plugin.cls.layout)]
+
+
 def checkpoint_metadata(prepared: Prepared, policy: Role) -> dict[str, Any]:
     """The metadata of every checkpoint. A resume compares it, to make sure that it continues the same run."""
     return describe(
@@ -272,7 +279,7 @@ def checkpoint_metadata(prepared: Prepared, policy: Role) -> dict[str, Any]:
 
 def content(prepared: Prepared, saved_hashes: Mapping[str, str] = {}) -> dict[str, str]:
     """Hashes of local files that the run reads and a checkpoint does not contain: the initial models of roles, the chat
-    template, the held-out rows. The hash of training rows is in the state of the row order.
+    template, the rows.
 
     Args:
         saved_hashes: hashes in the checkpoint to resume from. A model's hash by an earlier release is kept if it is
@@ -287,8 +294,8 @@ def content(prepared: Prepared, saved_hashes: Mapping[str, str] = {}) -> dict[st
     if prepared.config.data.chat_template is not None:
         template: str = prepared.data.template.tokenizer.chat_template
         digests["data.chat_template"] = hashlib.sha256(template.encode()).hexdigest()
-    for source, facts in prepared.data.fingerprints()["eval"].items():
-        digests[f"data.eval.{source}"] = facts["fingerprint"]
+    for form, sources in prepared.data.fingerprints().items():
+        digests |= {f"data.{form}.{name}": facts["fingerprint"] for name, facts in sources.items()}
     return digests
 
 

@@ -47,6 +47,7 @@ class NemoGym(Env):
     name = "nemo_gym"
     source = "NeMo Gym 0.4.0, https://github.com/NVIDIA-NeMo/Gym"
     Config = NemoGymConfig
+    layout = frozenset({"url"})
 
     _client: httpx.AsyncClient | None = None
 

@@ -59,6 +59,7 @@ class OpenEnv(Env):
     name = "openenv"
     source = "OpenEnv 0.3.0, https://github.com/meta-pytorch/OpenEnv"
     Config = OpenEnvConfig
+    layout = frozenset({"url"})
 
     _connection: ClientConnection | None = None
     _waits = False

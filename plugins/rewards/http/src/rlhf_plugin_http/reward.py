@@ -11,7 +11,7 @@ from rlhf.errors import RewardError, brief
 from rlhf.interfaces import Reward, RewardContext, Tokens
 from rlhf.types import Group, RewardResult, Row, Trajectory
 
-from rlhf_plugin_http.servers import Servers, ServersConfig
+from rlhf_plugin_http.servers import LAYOUT, Servers, ServersConfig
 
 
 class HttpConfig(ServersConfig):
@@ -30,6 +30,7 @@ class HttpReward(Reward):
     name = "http"
     source = "the remote reward models of OpenRLHF"
     Config = HttpConfig
+    layout = LAYOUT
 
     def __init__(self, config: HttpConfig) -> None:
         super().__init__(config)

@@ -46,6 +46,10 @@ class ServersConfig(ComponentConfig):
         return urls
 
 
+LAYOUT = frozenset({"urls", "token_env", "timeout", "attempts", "rest"})
+"""Options that may change on resume: other servers give the same scores."""
+
+
 class Servers:
     """If a server cannot be reached, is too slow, sends a damaged answer or answers with an HTTP status of 429 or above
     499, it has failed, and the next server is asked. Any other status than 200 is an error without a retry, because

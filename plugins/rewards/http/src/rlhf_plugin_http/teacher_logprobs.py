@@ -14,7 +14,7 @@ from rlhf.errors import ConfigError, RewardError, brief
 from rlhf.interfaces import Reward, RewardContext
 from rlhf.types import Group, RewardResult, Trajectory
 
-from rlhf_plugin_http.servers import LONGEST, Servers, ServersConfig
+from rlhf_plugin_http.servers import LAYOUT, LONGEST, Servers, ServersConfig
 
 PATH = "/completions"
 REQUEST = 16_384
@@ -47,6 +47,7 @@ class TeacherReward(Reward):
     name = "teacher"
     source = "on-policy distillation from a server, https://arxiv.org/abs/2601.02780"
     Config = TeacherRewardConfig
+    layout = LAYOUT
     is_teacher = True
 
     def __init__(self, config: TeacherRewardConfig) -> None:

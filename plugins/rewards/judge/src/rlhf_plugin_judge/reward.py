@@ -51,6 +51,7 @@ class JudgeReward(Reward):
     name = "judge"
     source = "Zheng et al. 2023, arXiv:2306.05685"
     Config = JudgeConfig
+    layout = frozenset({"url", "token_env", "timeout", "attempts", "max_requests", "cache", "price"})
     reads = "text"
 
     def __init__(self, config: ComponentConfig | None = None) -> None:
