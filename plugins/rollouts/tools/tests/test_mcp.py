@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from aiohttp import web
 from pydantic import ValidationError
 from rlhf.errors import ConfigError, RolloutError
 from rlhf_plugin_tools import mcp_server
@@ -255,6 +256,58 @@ def test_a_server_over_http_that_stops_fails_the_sample() -> None:
 
     with over_http("good") as (url, stop):
         run(check(url, stop))
+
+
+def test_a_server_that_forgot_its_session_or_is_away_behind_a_proxy_fails_the_sample_and_is_used_again() -> None:
+    """A server of an older protocol that is started again, and a proxy that has no server."""
+    sessions, statuses = [], []
+
+    async def post(request: web.Request) -> web.Response:
+        message, session = await request.json(), request.headers.get("mcp-session-id")
+        results = {
+            "initialize": {
+                "protocolVersion": "2025-06-18",
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "older", "version": "1"},
+            },
+            "tools/list": {"tools": [{"name": "greet", "inputSchema": {"type": "object"}}]},
+            "tools/call": {"content": [{"type": "text", "text": "hello"}]},
+        }
+        if statuses:
+            return web.Response(status=statuses[0])
+        if message["method"] == "initialize":
+            sessions.append(f"session{len(sessions)}")
+        elif session not in (None, sessions[-1] if sessions else None):
+            return web.Response(status=404)
+        if "id" not in message:
+            return web.Response(status=202)
+        reply = {"jsonrpc": "2.0", "id": message["id"]}
+        if message["method"] not in results:
+            return web.json_response(reply | {"error": {"code": -32601, "message": "Method not found"}})
+        headers = {"mcp-session-id": sessions[-1]} if message["method"] == "initialize" else {}
+        return web.json_response(reply | {"result": results[message["method"]]}, headers=headers)
+
+    async def check() -> None:
+        app = web.Application()
+        app.router.add_post("/mcp", post)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with opened(one=McpServer(url=f"http://127.0.0.1:{runner.addresses[0][1]}/mcp")) as box:
+            assert await ask(box, "greet") == "hello"
+            sessions.append("another")
+            with pytest.raises(RolloutError, match=r"'one' stopped answering \(Session terminated\) during a call of"):
+                await ask(box, "greet")
+            assert await ask(box, "greet") == "hello"
+            statuses.append(502)
+            for message in ("stopped answering", "cannot be used"):
+                with pytest.raises(RolloutError, match=f"MCP server 'one' {message}"):
+                    await ask(box, "greet")
+            statuses.clear()
+            assert await ask(box, "greet") == "hello"
+        await runner.cleanup()
+
+    run(check())
 
 
 LEAVING = """

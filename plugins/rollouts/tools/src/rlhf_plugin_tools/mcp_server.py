@@ -101,9 +101,11 @@ class Server:
                 raise await self._died(client, doing) from None
             raise too_slow(name, timeout) from None
         except mcp.MCPError as error:
-            # a server may send this code as an error of its own; then it still answers
-            if error.code == types.CONNECTION_CLOSED and not await _answers(client):
-                raise await self._died(client, f"closed its connection during a call of {name!r}") from None
+            # `mcp` also reports a closed connection, an unknown session and an HTTP status like 502 in this way
+            if not await _answers(client):
+                closed = error.code == types.CONNECTION_CLOSED
+                doing = "closed its connection" if closed else f"stopped answering ({error.message[:LONGEST_ERROR]})"
+                raise await self._died(client, f"{doing} during a call of {name!r}") from None
             raise ToolError(f"{name!r}: {error.message}"[:LONGEST_ERROR]) from None
         except RuntimeError as error:
             if self._client is not client or not self._alive:  # closed meanwhile, for another sample
