@@ -11,14 +11,25 @@ _PASSED = (
     "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "NO_PROXY", "no_proxy",
 )  # fmt: skip
 """Variables of the run's environment that are passed to a program. Others may be secrets."""
+_OF_ANOTHER_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV")
+"""Those that name packages of the run's Python, which another Python must not import."""
 
 
-def passed_environment(names: Sequence[str]) -> dict[str, str]:
-    """The variables that are passed to every program, and those in ``names``."""
-    return {
-        **{name: os.environ[name] for name in (*_PASSED, *names) if name in os.environ},
+def passed_environment(names: Sequence[str], python: str | None = None) -> dict[str, str]:
+    """The variables that are passed to every program, and those in ``names``.
+
+    Args:
+        python: path of the program's own Python, whose programs then come first on PATH. None: that of the run.
+    """
+    passed = _PASSED if python is None else [name for name in _PASSED if name not in _OF_ANOTHER_PYTHON]
+    variables = {
+        **{name: os.environ[name] for name in (*passed, *names) if name in os.environ},
         **{name: value for name, value in os.environ.items() if name.startswith("LC_")},
     }
+    if python is None:
+        return variables
+    folder = os.path.dirname(os.path.abspath(python))
+    return variables | {"PATH": os.pathsep.join([folder, *filter(None, [variables.get("PATH")])])}
 
 
 class Pipe:

@@ -48,6 +48,18 @@ def test_a_function_gets_the_row_and_an_endpoint(lab, program, wire, monkeypatch
     assert "RLHF_RESULT_FD" not in environment
 
 
+def test_a_python_of_its_own_sees_no_packages_of_the_runs(lab, program, wire, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "of the run")
+    monkeypatch.setenv("VIRTUAL_ENV", "of the run")
+    body = "ask(base_url, api_key)\nimport os\nnote(task, dict(os.environ))"
+    for python in (None, sys.executable):
+        lab.one(program(body, python=python), {"wire": wire.path})
+    [[shared], [own]] = wire()
+    assert (shared["PYTHONPATH"], shared["VIRTUAL_ENV"]) == ("of the run", "of the run")
+    assert not {"PYTHONPATH", "VIRTUAL_ENV"} & own.keys()
+    assert own["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}{shared['PATH']}"
+
+
 @pytest.mark.parametrize(
     ("returns", "returns_reward", "reward", "error"),
     [

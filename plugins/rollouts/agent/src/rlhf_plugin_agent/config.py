@@ -38,6 +38,14 @@ class AgentConfig(ProgramConfig):
         return self
 
     @property
+    def own_python(self) -> str | None:
+        """Path of :attr:`python`, which may be a name that is searched on PATH. None: the Python of the run."""
+        if self.python is None:
+            return None
+        path = os.path.expanduser(self.python)
+        return shutil.which(path) or path
+
+    @property
     def function(self) -> tuple[Path, str]:
         """File and name of the function."""
         match = _PROGRAM.fullmatch(self.program or "")
@@ -69,5 +77,5 @@ def check_program(config: AgentConfig) -> None:
         raise ConfigError(
             f"rollout.program: {path} defines no {function!r}; it defines {', '.join(symbols) or 'nothing'}"
         )
-    if config.python is not None and shutil.which(os.path.expanduser(config.python)) is None:
+    if config.own_python is not None and shutil.which(config.own_python) is None:
         raise ConfigError(f"rollout.python: {config.python!r} is not a program. Give the path of a Python interpreter.")

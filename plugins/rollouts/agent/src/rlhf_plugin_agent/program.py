@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -35,7 +34,7 @@ class AgentProgram:
     def __init__(self, config: AgentConfig, task: Mapping[str, Any], base_url: str, secret: str, seed: int) -> None:
         self._config, self._task, self._secret = config, task, secret
         self._environment = {
-            **passed_environment(config.environment),
+            **passed_environment(config.environment, config.own_python),
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": secret,
             "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
@@ -109,8 +108,7 @@ class AgentProgram:
         if self._config.command is not None:
             return self._config.command
         path, function = self._config.function
-        python = os.path.expanduser(self._config.python) if self._config.python else sys.executable
-        return (python, str(_RUNNER), str(path), function)
+        return (self._config.own_python or sys.executable, str(_RUNNER), str(path), function)
 
     def _returned(self) -> Any:
         data = bytes(self._result.tail)

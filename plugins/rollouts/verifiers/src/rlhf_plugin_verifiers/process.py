@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +66,7 @@ class EnvironmentProcess:
         """Raises RolloutError: the environment cannot be loaded."""
         config, output = self._config, Pipe(_TAIL)
         python = own_python(config.python)
-        environment = passed_environment(config.environment)
-        if config.python is not None:
-            # these name packages of this Python, which the other one must not import
-            variables = {k: v for k, v in environment.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-            environment = {**variables, "PATH": os.pathsep.join([os.path.dirname(python), environment.get("PATH", "")])}
+        environment = passed_environment(config.environment, python if config.python is not None else None)
         try:
             process = await asyncio.create_subprocess_exec(
                 *supervised([python, str(PROGRAM), json.dumps({"id": config.id, "args": dict(config.args)})]),
