@@ -9,6 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -69,6 +70,22 @@ def test_a_reward_model_keeps_its_head_mean_and_deviation(say: Say, shop: Worksh
         new, expected = (model(IDS).logits for model in models)
     torch.testing.assert_close(new, expected, atol=1e-5, rtol=0)
     assert (models[0].config.mean, models[0].config.num_labels) == (models[1].config.mean, 1)
+
+
+def test_a_reward_model_that_reads_images_becomes_the_model_that_the_run_wrote(say: Say, tmp_path: Path):
+    shop = Workshop(tmp_path, tiny_image_model(tmp_path / "model"), tmp_path / "rows.jsonl")
+    run = shop.train("reward_model", "rm", trainer={"lora": {"rank": 4}, "lr": 1e-2})
+    code, out, err = say("merge", run.path / "model" / "adapter", tmp_path / "new")
+    assert code == 0, err
+    assert "outputs are those of" in out
+    new, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "new", run.path / "model"))
+    assert new.keys() == expected.keys()
+    assert any("visual" in name for name in new)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(new[name], tensor, atol=1e-6, rtol=0)
+    configs = [json.loads((f / "config.json").read_text()) for f in (tmp_path / "new", run.path / "model")]
+    assert configs[0]["architectures"] == configs[1]["architectures"]
+    assert configs[0]["mean"] == configs[1]["mean"]
 
 
 def test_an_adapter_of_another_base_is_refused_and_nothing_is_written(say: Say, tmp_path: Path):

@@ -109,19 +109,21 @@ def _load(adapter: AdapterFolder, place: str) -> tuple[PreTrainedModel, bool]:
     base's config holds its number format."""
     import torch
     from rlhf_modeling.adapter_files import adapter_headers, saved_whole, untie
-    from rlhf_modeling.images.architecture import auto_classes, language_model
+    from rlhf_modeling.images.architecture import auto_classes, classifier, language_model
     from transformers import AutoConfig
 
     shapes, _ = adapter_headers(adapter)
     config = AutoConfig.from_pretrained(str(adapter.folder) if adapter.has_config else place)
     stored = AutoConfig.from_pretrained(place).dtype
+    images = hasattr(config, "vision_config")
     if "score.weight" in shapes:
         tokens = adapter.config.get("task_type") == "TOKEN_CLS"
         classes = auto_classes()
         auto = classes.AutoModelForTokenClassification if tokens else classes.AutoModelForSequenceClassification
+        auto = classifier(config, images) or auto
         config.num_labels = shapes["score.weight"][0]
     else:
-        auto = language_model(config, images=hasattr(config, "vision_config"))
+        auto = language_model(config, images)
     with as_model_error(f"{adapter.base}: cannot load the weights"):
         module, report = auto.from_pretrained(
             place, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True

@@ -108,7 +108,7 @@ class Scored:
         return _scored_class(config.__class__)._from_config(config)
 
     @staticmethod
-    def from_pretrained(place: str, *, trust_remote_code: bool, config: Any = None, **options: Any) -> Any:
+    def from_pretrained(place: str, *, trust_remote_code: bool = False, config: Any = None, **options: Any) -> Any:
         from transformers import AutoConfig
 
         if config is None:
@@ -131,11 +131,15 @@ def _scored_class(config_class: type) -> Any:
         self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
         self.post_init()
 
+    def forward(self: Any, **inputs: Any) -> tuple[torch.Tensor]:
+        """The outputs of the head at every token."""
+        return (self.score(self.model(**inputs)[0]),)
+
     name = model_class.__name__.replace("ForConditionalGeneration", "") + "ForSequenceClassification"
     conversions = conversion_mapping.get_checkpoint_conversion_mapping(model_class.__name__)
     if conversions is not None:  # transformers finds them by the name of the class
         conversion_mapping.register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
-    return type(name, (base,), {"__init__": make, "__module__": base.__module__})
+    return type(name, (base,), {"__init__": make, "forward": forward, "__module__": base.__module__})
 
 
 def classifier(config: Any, images: bool) -> Any | None:
