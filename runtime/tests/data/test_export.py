@@ -106,6 +106,13 @@ def test_among_messages_the_reward_is_the_system_message():
     ]
 
 
+def test_a_system_message_with_an_image_keeps_its_parts_before_the_reward():
+    parts = [{"type": "text", "text": "be kind"}, {"type": "image_url", "image_url": {"url": "data:,A"}}]
+    prompt = export.conditioned([{"role": "system", "content": parts}, *CHAT], 1.0)
+    assert prompt == [{"role": "system", "content": [*parts, {"type": "text", "text": "\n<rm_score>: 1.00"}]}, *CHAT]
+    assert len(parts) == 2
+
+
 def test_a_reward_is_written_into_a_prompt_as_in_training(chars, chat):
     """What `rlhf eval` puts around a prompt by options is what the export put around it."""
     row = Row({"prompt": "q"}, "rows", 0)

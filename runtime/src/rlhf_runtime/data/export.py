@@ -138,7 +138,10 @@ def conditioned(prompt: Prompt, reward: float, condition: str = CONDITION) -> Pr
     text = text.strip()
     first = prompt[0]
     if first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n{text}"}, *prompt[1:]]
+        content = first["content"]
+        # In parts that contain an image, the text becomes another part.
+        longer = f"{content}\n{text}" if isinstance(content, str) else [*content, {"type": "text", "text": f"\n{text}"}]
+        return [{**first, "content": longer}, *prompt[1:]]
     return [{"role": "system", "content": text}, *prompt]
 
 
