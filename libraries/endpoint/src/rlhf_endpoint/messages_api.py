@@ -33,6 +33,11 @@ def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> Ch
     if thinking is not None and (not isinstance(thinking, Mapping) or thinking.get("type") not in _THINKING):
         reason = "A budget cannot be enforced: the chat template and the policy decide whether the policy thinks"
         raise invalid("thinking", thinking, f"{{type: 'adaptive'}} or {{type: 'disabled'}}. {reason}")
+    if not isinstance(output := body.get("output_config") or {}, Mapping):
+        raise invalid("output_config", output, "an object")
+    for name, value in (("output_config.format", output.get("format")), ("output_format", body.get("output_format"))):
+        if value is not None:
+            raise invalid(name, value, "none: answers are text")
     choice = body.get("tool_choice") or {}
     if not isinstance(choice, Mapping):
         raise invalid("tool_choice", choice, "{type: 'auto'} or {type: 'none'}")
@@ -118,6 +123,9 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
             raise invalid(f"messages[{number}].content", content, "a string or a list of blocks")
         messages += (_assistant_messages if role == "assistant" else _user_messages)(number, blocks)
+    if entries[-1].get("role") == "assistant":
+        reason = "The policy answers in a new message, so it cannot continue the beginning of an answer"
+        raise invalid(f"messages[{len(entries) - 1}].role", "assistant", f"user or system at the end. {reason}")
     return messages
 
 

@@ -95,11 +95,14 @@ note(task, *ask(base_url, "", path="/messages"))
 note(task, *ask(base_url, "sk-another", **at))
 note(task, *ask(base_url, api_key, messages=[{"role": "tool", "content": "x"}], **at))
 note(task, *ask(base_url, api_key, path="/messages", raw=b"{"))
-ask(base_url, api_key, **at)
+note(task, *ask(base_url, api_key, messages=[USER, {"role": "assistant", "content": "It is"}], **at))
+note(task, *ask(base_url, api_key, output_config={"effort": "low", "format": {"type": "json_schema"}}, **at))
+note(task, *ask(base_url, api_key, output_format={"type": "json_schema"}, **at))
+ask(base_url, api_key, output_config={"effort": "low"}, **at)
 """
     trajectory = lab.one(program(body), {"wire": wire.path})
     assert trajectory.status != "failed", trajectory.error
-    assert [status for status, _ in wire()] == [400, 404, 400, 401, 401, 400, 400]
+    assert [status for status, _ in wire()] == [400, 404, 400, 401, 401, 400, 400, 400, 400, 400]
     for _, answer in wire():
         assert (answer["type"], set(answer["error"])) == ("error", {"type", "message"})
     kinds = {answer["error"]["type"] for _, answer in wire()}
