@@ -111,9 +111,9 @@ def read_sampling(
             ctx.check_sampling(sampling)
         except (ConfigError, CapabilityError) as error:
             raise ApiError(400, str(error), code="invalid_value") from error
-        for name in ("presence_penalty", "frequency_penalty"):
-            if body.get(name) not in (None, 0):
-                raise _other_distribution(name, body[name], "0")
+        for name, neutral in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1)):
+            if body.get(name) not in (None, neutral):
+                raise _other_distribution(name, body[name], str(neutral))
         if body.get("logit_bias"):
             raise _other_distribution("logit_bias", body["logit_bias"], "none")
     return sampling, stops

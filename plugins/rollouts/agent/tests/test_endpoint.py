@@ -23,6 +23,7 @@ REFUSED = {
     "temperature 0": ("temperature=0", 400, "invalid_value"),
     "top_p": ("top_p=0.5", 400, "invalid_value"),
     "a penalty": ("presence_penalty=1", 400, "invalid_value"),
+    "a penalty of vLLM": ("repetition_penalty=1.05", 400, "invalid_value"),
     "a bias": ("logit_bias={'5': 1}", 400, "invalid_value"),
     "a forced call": ("tools=[add()], tool_choice='required'", 400, "invalid_value"),
     "a forced call of one tool": (
