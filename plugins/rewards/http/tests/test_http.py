@@ -14,7 +14,7 @@ from reward_server import RewardServer, lengths
 from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import RewardContext, Tokens
 from rlhf.proxies import exempt_loopback
-from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf.types import Group, Image, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_http import HttpReward, servers
 
 
@@ -128,6 +128,17 @@ def test_servers_are_asked_in_turn(server, other) -> None:
     for _ in range(4):
         score(reward, "a")
     assert (len(server.asked), len(other.asked)) == (2, 2)
+
+
+def test_a_server_that_does_not_get_the_images_of_samples_is_reported_once(server, caplog) -> None:
+    reward, samples = make_reward(server), group("red", "blue")
+    asyncio.run(reward.score(samples))
+    assert not caplog.messages
+    samples.trajectories[0].turns[0].images = (Image(b"", 0, 1, [1]),)
+    for _ in range(2):
+        asyncio.run(reward.score(samples))
+    [message] = caplog.messages
+    assert message == "reward 'http': samples have images, which the server does not see: it gets texts only."
 
 
 @pytest.mark.parametrize("failure", ["closed", "busy", "slow", "damaged"])

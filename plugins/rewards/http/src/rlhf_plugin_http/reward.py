@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from rlhf.interfaces import Reward, RewardContext, Tokens
 from rlhf.types import Group, RewardResult, Row, Trajectory
 
 from rlhf_plugin_http.servers import LAYOUT, Servers, ServersConfig
+
+_LOG = logging.getLogger(__name__)
 
 
 class HttpConfig(ServersConfig):
@@ -37,6 +40,7 @@ class HttpReward(Reward):
         self.reads = "tokens" if config.special_tokens else "text"
         self._servers = Servers(self.name, config)
         self._tokens: Tokens | None = None
+        self._warned_of_images = False
 
     def columns(self) -> tuple[str, ...]:
         return () if self.config.label is None else (self.config.label,)
@@ -45,6 +49,9 @@ class HttpReward(Reward):
         self._tokens = context.tokens
 
     async def score(self, group: Group) -> list[RewardResult]:
+        if not self._warned_of_images and any(turn.images for t in group.trajectories for turn in t.turns):
+            _LOG.warning("reward 'http': samples have images, which the server does not see: it gets texts only.")
+            self._warned_of_images = True
         texts = [self._texts(t) for t in group.trajectories]
         question = {
             "query": [prompt + completion for prompt, completion in texts],
