@@ -1,5 +1,6 @@
 """Image files: every form of an image becomes an RGB file that trainers, engines and programs read alike."""
 
+import base64
 import io
 
 import numpy
@@ -62,3 +63,11 @@ def test_a_turned_image_of_pil_is_turned_as_its_file_is():
 def test_pixels_that_would_be_cut_off_at_255_are_refused(kind, shape, message):
     with pytest.raises(DataError, match=message):
         image_file(numpy.ones(shape, kind), None)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_an_image_in_base64_without_a_data_url_is_named_by_its_start(form, tmp_path):
+    file = io.BytesIO()
+    Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (64, 64, 3), "uint8")).save(file, form, quality=100)
+    with pytest.raises(DataError, match=r"is too long for a path.*in base64, write it as a data: URL"):
+        image_file(base64.b64encode(file.getvalue()).decode(), tmp_path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import io
 import re
 import sys
@@ -151,6 +152,11 @@ def _content(value: Any, folder: Path | None) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise DataError(
+                f"{path[:40]!r}... is too long for a path. If it is an image in base64, write it as a data: URL: "
+                "data:image/png;base64,..."
+            ) from None
         raise DataError(f"the image {str(file)!r} cannot be read: {error.strerror or error}") from None
 
 
