@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rlhf.errors import DataError
+from rlhf_runtime.data import labelled_steps
 
 # The forms are those of the sets' pages and of the code that reads them:
 # github.com/QwenLM/ProcessBench (README.md), github.com/ssmisya/PRMBench (docs/data_format.md),
@@ -113,3 +114,18 @@ def test_labels_in_the_turns_of_a_conversation_are_refused_with_what_to_make(loa
     turns = [{"from": "human", "value": "q Step 1: a"}, {"from": "gpt", "value": "+"}]
     with pytest.raises(DataError, match=r"Labels in the turns of conversations \('conversations'\) are not read: make"):
         load(chat, "steps", [{"conversations": turns}])
+
+
+def test_the_text_of_a_rated_step_may_be_called_otherwise():
+    steps = [{"content": "a", "rating": 1}, {"step": "b", "label": 0.5}, {"text": "c", "rating": -1}, {"other": "d"}]
+    columns = labelled_steps.rated_steps({"prompt": "p", "steps": steps}, False)
+    assert columns == {"prompt": "p", "steps": ["a", "b", "c", None], "step_labels": [1, 0.5, 0, None]}
+
+
+def test_prm800k_has_steps_in_its_label():
+    question = {"problem": "p"}
+    assert labelled_steps.is_prm800k(question, {"steps": []})
+    assert not labelled_steps.is_prm800k(question, {"total_time": 1})
+    for label in ({}, {"steps": None}, {"steps": "a"}):
+        with pytest.raises(DataError, match=r"must have question\.problem and label\.steps"):
+            labelled_steps.prm800k({"prompt": question, "steps": label}, False)

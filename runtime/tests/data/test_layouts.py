@@ -10,7 +10,6 @@ from rlhf.errors import DataError
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.conversions import is_dialogue, is_turn, repeats
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.labelled_steps import is_prm800k, prm800k, rated_steps
 from rlhf_runtime.data.source_layouts import recognise
 from rlhf_runtime.data.sources import SourceLayout
 
@@ -580,21 +579,6 @@ def test_text_that_only_mentions_the_words_is_neither_a_turn_nor_a_dialogue():
     assert is_dialogue("\n\nHuman: hi\n\nAssistant: yes")
     assert not is_dialogue("He asked:\n\nHuman: hi\n\nAssistant: yes")
     assert not is_dialogue("Human: hi")
-
-
-def test_the_text_of_a_rated_step_may_be_called_otherwise():
-    steps = [{"content": "a", "rating": 1}, {"step": "b", "label": 0.5}, {"text": "c", "rating": -1}, {"other": "d"}]
-    columns = rated_steps({"prompt": "p", "steps": steps}, False)
-    assert columns == {"prompt": "p", "steps": ["a", "b", "c", None], "step_labels": [1, 0.5, 0, None]}
-
-
-def test_prm800k_has_steps_in_its_label():
-    question = {"problem": "p"}
-    assert is_prm800k(question, {"steps": []})
-    assert not is_prm800k(question, {"total_time": 1})
-    for label in ({}, {"steps": None}, {"steps": "a"}):
-        with pytest.raises(DataError, match=r"must have question\.problem and label\.steps"):
-            prm800k({"prompt": question, "steps": label}, False)
 
 
 def test_a_conversation_repeats_a_prompt_of_messages_by_beginning_with_it():
