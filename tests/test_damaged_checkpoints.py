@@ -426,6 +426,6 @@ def test_a_resume_reads_the_step_of_the_best_model_before_it_changes_anything(
     copy = shutil.copytree(trained.folder / "sft", shop.folder / "run")
     (copy / "model-best").mkdir()
     (copy / "model-best" / "best.json").write_text('{"step": ')
-    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*.json*")}
+    times = {path: path.stat().st_mtime_ns for path in copy.rglob("*.json*")}
     refused(attempt(trained, shop, "--resume", flag), f"or delete {copy / 'model-best'}")
-    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.json*")} == before
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*.json*")} == times

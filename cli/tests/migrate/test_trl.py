@@ -153,8 +153,8 @@ def test_schedules_and_adapters():
     assert grpo("--train_sampling_strategy sequential")["data"]["shuffle"] is False
     assert grpo("--use_liger_kernel")["trainer"]["kernels"] == "liger"
     assert "kernels" not in grpo("--use_liger_kernel --dtype bfloat16")["trainer"], "liger takes norms in fp32 only"
-    several = values("accelerate launch --num_processes 2 trl/scripts/sft.py --use_liger_kernel")
-    assert (several["trainer"]["use"], "kernels" in several["trainer"]) == ("fsdp", False), "it needs whole layers"
+    sharded = values("accelerate launch --num_processes 2 trl/scripts/sft.py --use_liger_kernel")
+    assert (sharded["trainer"]["use"], "kernels" in sharded["trainer"]) == ("fsdp", False), "it needs whole layers"
     lora = grpo("--use_peft --lora_r 8")["trainer"]["lora"]
     assert lora == {"rank": 8, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
 

@@ -252,10 +252,10 @@ def test_rewards():
     for names in ("reward_model.enable=True reward_model.model.path=R", "reward.reward_model.enable=True"):
         [reward] = values(f"{names} reward.reward_model.model_path=R")["reward"]
         assert reward["use"] == "model:R"
-    both = "reward_model.enable=True reward_model.model.path=R custom_reward_function.path=r.py"
+    rewards = "reward_model.enable=True reward_model.model.path=R custom_reward_function.path=r.py"
     with pytest.raises(ConfigError, match=r"custom_reward_function\.path is also set"):
-        values(both)
-    command = f"python3 -m verl.trainer.main_ppo {A}.model.path=M data.train_files=d.parquet {both}"
+        values(rewards)
+    command = f"python3 -m verl.trainer.main_ppo {A}.model.path=M data.train_files=d.parquet {rewards}"
     [reward] = tomllib.loads(migrate("verl", command, {"custom_reward_function.path": "null"}, PLUGINS))["reward"]
     assert reward["use"] == "model:R"
     assert values("reward.custom_reward_function.path=r.py")["reward"] == [{"use": "file:r.py:compute_score"}]

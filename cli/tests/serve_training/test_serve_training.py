@@ -332,7 +332,7 @@ def test_a_damaged_state_changes_nothing_of_the_model_that_loads_it(folder, serv
     step()
     path = client.save_state("damaged").result().path
     step()
-    whole = client.save_state("whole").result().path
+    checkpoint = client.save_state("whole").result().path
     expected = logprobs()
     file = state_of(folder, path) / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -341,7 +341,7 @@ def test_a_damaged_state_changes_nothing_of_the_model_that_loads_it(folder, serv
     assert logprobs() == expected
     step()
     after = logprobs()
-    client.load_state_with_optimizer(whole).result()
+    client.load_state_with_optimizer(checkpoint).result()
     step()
     assert logprobs() == after
 

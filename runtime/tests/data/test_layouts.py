@@ -391,8 +391,10 @@ def test_turns_alpaca_and_system_messages(read, chat, chars):
     talk = [{"from": "system", "value": "T"}, HUMAN, GPT]
     with pytest.raises(DataError, match=r"its column 'system_prompt' holds one too; .* --data\.messages conv"):
         read(chat, "demonstrations", [{"system_prompt": "S", "conversations": talk}])
-    _, named = read(chat, "demonstrations", [{"system_prompt": "S", "conversations": talk}], messages="conversations")
-    assert render(chat, named[0].sequences[0]).startswith("<|system|>T<eos><|user|>")
+    _, (example,) = read(
+        chat, "demonstrations", [{"system_prompt": "S", "conversations": talk}], messages="conversations"
+    )
+    assert render(chat, example.sequences[0]).startswith("<|system|>T<eos><|user|>")
     with pytest.raises(
         DataError, match="a turn is from 'narrator'; allowed: system, user, assistant, tool, developer, human, gpt"
     ):
@@ -444,8 +446,8 @@ def test_texts_are_continued_as_they_are(read, chat, chars):
 def test_steps_of_math_shepherd(read, chars, chat):
     _, (example,) = read(chat, "steps", [SHEPHERD])  # the same tokens as in trl-lib/math_shepherd
     answered = {"prompt": "1+1?", "completions": ["Step 1: Add.", "Step 2: It is 3."], "labels": [True, False]}
-    _, (same,) = read(chat, "steps", [answered])
-    assert (example.sequences, example.values) == (same.sequences, same.values)
+    _, (expected,) = read(chat, "steps", [answered])
+    assert (example.sequences, example.values) == (expected.sequences, expected.values)
     for labels in ({"label": SHEPHERD["label"]}, {"value": ["+", "-"]}, {"labels": [1.0, 0.0]}):
         _, (example,) = read(chars, "steps", [{"input": SHEPHERD["input"], **labels}])
         (sequence,) = example.sequences

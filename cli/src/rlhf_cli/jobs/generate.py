@@ -79,8 +79,8 @@ def _column(template: str | None) -> str:
     from rlhf.errors import ConfigError
     from rlhf_runtime.data.input_template import template_columns
 
-    column, *others = template_columns(template)
-    if others or re.search(rf"{{{column}[.\[]", template):
+    column, *other_columns = template_columns(template)
+    if other_columns or re.search(rf"{{{column}[.\[]", template):
         raise ConfigError(
             f"--prompt is one text, but data.input_template = {template!r} makes the prompt of several values. Set "
             "--data FILE with its columns, or --data.input_template '{prompt}'."

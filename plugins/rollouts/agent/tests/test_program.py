@@ -54,10 +54,10 @@ def test_a_python_of_its_own_sees_no_packages_of_the_runs(lab, program, wire, mo
     body = "ask(base_url, api_key)\nimport os\nnote(task, dict(os.environ))"
     for python in (None, sys.executable):
         lab.one(program(body, python=python), {"wire": wire.path})
-    [[shared], [own]] = wire()
+    [[shared], [separate]] = wire()
     assert (shared["PYTHONPATH"], shared["VIRTUAL_ENV"]) == ("of the run", "of the run")
-    assert not {"PYTHONPATH", "VIRTUAL_ENV"} & own.keys()
-    assert own["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}{shared['PATH']}"
+    assert not {"PYTHONPATH", "VIRTUAL_ENV"} & separate.keys()
+    assert separate["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}{shared['PATH']}"
 
 
 @pytest.mark.parametrize(

@@ -307,11 +307,11 @@ def stream(run: RunPlugins) -> list[str]:
 def _waves(config: RunFile) -> list[str]:
     section, sync, problems = config.stream, config.sync, []
     if section.order != "submission":
-        whole = "batches that are generated as a whole are in submission order"
-        problems.append(f"stream.order = {section.order!r}: {whole}")
+        reason = "batches that are generated as a whole are in submission order"
+        problems.append(f"stream.order = {section.order!r}: {reason}")
     if section.oversample is not None:
-        whole = "batches are generated as a whole, and no others are started meanwhile"
-        problems.append(f"stream.oversample = {section.oversample:g}: {whole}")
+        reason = "batches are generated as a whole, and no others are started meanwhile"
+        problems.append(f"stream.oversample = {section.oversample:g}: {reason}")
     if sync.in_flight != "continue":
         problems.append(f"sync.in_flight = {sync.in_flight!r}: no answer is unfinished when weights are sent")
     if sync.keys != "recompute":

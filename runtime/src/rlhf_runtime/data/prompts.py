@@ -283,7 +283,7 @@ class RowTools:
         return self._templates[key]
 
 
-_ASKED = [{"role": "user", "content": "x"}]
+_QUESTION = [{"role": "user", "content": "x"}]
 
 
 def _check(plain: ChatTemplate, chat: ChatTemplate, tools: Tools) -> None:
@@ -294,10 +294,10 @@ def _check(plain: ChatTemplate, chat: ChatTemplate, tools: Tools) -> None:
     """
     marked = chat.with_tools([_renamed(tool, mark(number)) for number, tool in enumerate(tools)])
     try:
-        text = marked.text(_ASKED, answer=True)
+        text = marked.text(_QUESTION, answer=True)
     except DataError as error:
         try:
-            plain.text(_ASKED, answer=True)
+            plain.text(_QUESTION, answer=True)
         except DataError:  # the template needs other messages; the error about the row says which
             return
         cause = error.__cause__ or error

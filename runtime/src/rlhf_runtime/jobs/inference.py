@@ -116,11 +116,11 @@ def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
             "model's answers."
         )
     run = run_plugins(_rows_to_evaluate(config, plugins), plugins, scored=False)
-    kept = {
+    sections = {
         section: {name: value for name, value in getattr(run.config, section).items() if name in run.roles}
         for section in ("roles", "placement")
     }
-    run = replace(run, config=run.config.model_copy(update=kept))
+    run = replace(run, config=run.config.model_copy(update=sections))
     check(run)
     for role in run.roles.values():
         if role.like == "policy" and role.model is None and run.section(role.name).model is None:

@@ -60,12 +60,12 @@ class SharedPasses:
     def __init__(
         self,
         score: ScoreWithRole,
-        read: ReadRole,
+        read_values: ReadRole,
         wait: float = 0.0,
         largest: int | None = None,
         passed: Callable[[int], None] = lambda sequences: None,
     ) -> None:
-        self._score, self._read = score, read
+        self._score, self._read_values = score, read_values
         self._wait, self._largest, self._passed = wait, largest, passed
         self._open: list[_Pass] = []
         """Passes that have not begun."""
@@ -150,4 +150,4 @@ class SharedPasses:
         if forward.head is None:
             return await self._score(forward.role, ids, images)
         positions = [p for call in calls for p in call.positions]
-        return await self._read(forward.role, forward.head, ids, positions, images)
+        return await self._read_values(forward.role, forward.head, ids, positions, images)
