@@ -36,7 +36,7 @@ def test_two_rewards_that_declare_one_role_differently_are_refused():
 
 
 def test_a_reward_that_returns_no_roles_is_named(monkeypatch):
-    algorithm, _ = build_algorithm(Plugins.discover(), Choice(use="rloo"))
+    algorithm = build_algorithm(Plugins.discover(), Choice(use="rloo"))
     reward = judge("a", "one")
     monkeypatch.setattr(reward.instance, "roles", lambda: None)
     with pytest.raises(PluginInvalid, match=r"roles\(\) of reward 'a' returned NoneType None; allowed: a tuple"):
