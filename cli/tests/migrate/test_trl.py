@@ -356,6 +356,10 @@ def test_recipes_of_open_r1(tmp_path):
         ("--use_vllm --vllm_tensor_parallel_size 0", "vllm_tensor_parallel_size 0: it must be at least 1"),
         ("--lr_scheduler_type inverse_sqrt", "without a warm-up, inverse_sqrt of transformers falls over 10,000 steps"),
         ("--use_vllm --vllm_structured_outputs_regex x", "answers cannot be restricted to a pattern"),
+        *(
+            (f"--use_vllm --vllm_importance_sampling_mode {mode}", "token or sequence, with _truncate or _mask")
+            for mode in ("token_clip", "turn_mask")
+        ),
         ("--use_peft --lora_target_parameters experts.gate_up_proj", "adapters are of linear layers"),
         ("--use_peft --load_in_4bit --bnb_4bit_quant_type fp4", "only nf4 is supported"),
         ("--fp16", "fp16"),
