@@ -71,7 +71,8 @@ def test_one_option_is_explained_in_full(explain):
     for line in ("type           number >= 0", "default        1e-06", "flag           --trainer.lr VALUE"):
         assert f"  {line}\n" in out
     assert "while running  an observer may change it" in out
-    assert "resume         must be the same" in out
+    assert "resume         must be the same\n" in out
+    assert "resume         must be the same, or another path" in explain("policy.model")
     assert "resume         may differ; the run says" in explain("eval.every")
     assert "resume         may differ: it does not" in explain("run.name")
     assert "installed      deepspeed, " in explain("trainer.use")

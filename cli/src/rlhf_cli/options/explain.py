@@ -85,9 +85,7 @@ def _short(explained: Explained) -> list[str]:
     option = explained.option
     default = default_text(option)
     assignment = "" if not default else f"  {default}" if option.required else f"  = {default}"
-    allowed = {"ignore": " May change at a resume.", "report": " May change at a resume.", "refuse": ""}[
-        explained.resume
-    ]
+    allowed = " May change at a resume." if explained.resume in ("ignore", "report") else ""
     live = " May change while the run trains." if explained.live else ""
     return ["", f"{option.path}: {option.type}{assignment}", *_wrapped(f"{option.doc}{allowed}{live}")]
 
@@ -116,6 +114,7 @@ def _description(explained: Explained) -> str:
 RESUME = {
     "ignore": "may differ: it does not change what is computed",
     "report": "may differ; the run says that it continues as a different run",
+    "moved": "must be the same, or another path with the same content",
     "refuse": "must be the same",
 }
 """{effect of another value on a resume: description}."""

@@ -26,7 +26,7 @@ class Explained:
 
     option: Option
     resume: str
-    """Reaction of a resume to a different value: ``ignore``, ``report`` or ``refuse``."""
+    """Reaction of a resume to a different value: ``ignore``, ``report``, ``moved`` or ``refuse``."""
     live: bool
     """Whether an observer may change it while the run trains."""
     names: Sequence[str] = ()

@@ -139,7 +139,7 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collect
     )
 
 
-def at_resume(key: str, layout: Collection[str] = ()) -> Literal["ignore", "report", "refuse"]:
+def at_resume(key: str, layout: Collection[str] = ()) -> Literal["ignore", "report", "moved", "refuse"]:
     """What a resume does if the value of an option differs from the checkpoint.
 
     Args:
@@ -148,7 +148,10 @@ def at_resume(key: str, layout: Collection[str] = ()) -> Literal["ignore", "repo
     """
     if key in _IGNORED:
         return "ignore"
-    return "report" if _severity_of_key(key, (*_REPORTED, *layout)) == "report" else "refuse"
+    severity = _severity_of_key(key, (*_REPORTED, *layout))
+    if severity == "report":
+        return "report"
+    return "moved" if _place(key) else "refuse"
 
 
 def require_same_run(differences: Sequence[Difference], path: Path | str) -> list[str]:
@@ -178,12 +181,18 @@ def layout_of(section: str, options: Collection[str]) -> list[str]:
 
 def _is_moved(key: str, old: Mapping[str, str], new: Mapping[str, str]) -> bool:
     """Whether ``key`` names a file or folder whose content is equal. ``old``, ``new``: {key: hash of its content}."""
+    if not (place := _place(key)):
+        return False
+    hashes = [{name: h for name, h in side.items() if name.startswith(place)} for side in (old, new)]
+    return bool(hashes[0]) and hashes[0] == hashes[1]
+
+
+def _place(key: str) -> str:
+    """The start of the keys in the content for a key of :data:`_PLACES`; empty for another key."""
     for pattern, start in _PLACES.items():
-        if _matches(key, pattern) and len(key.split(".")) == len(pattern.split(".")):
-            prefix = start.format(*key.split("."))
-            hashes = [{name: h for name, h in side.items() if name.startswith(prefix)} for side in (old, new)]
-            return bool(hashes[0]) and hashes[0] == hashes[1]
-    return False
+        if _matches(key, pattern) and key.count(".") == pattern.count("."):
+            return start.format(*key.split("."))
+    return ""
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str, severity: Any) -> list[Difference]:
