@@ -26,7 +26,7 @@ ADVICE = {
 """{field of [sampling] that these commands do not read: what to do}. They are refused as flags, but a run file may have
 them."""
 
-_OF_EVALUATED_ANSWERS = ("eval.samples", "eval.temperature", "eval.max_new_tokens", "eval.pass_threshold")
+_ANSWER_OPTIONS = ("eval.samples", "eval.temperature", "eval.max_new_tokens", "eval.pass_threshold")
 
 
 def check_folder(save: Path | None) -> None:
@@ -88,9 +88,8 @@ def load_for_losses(run_file: str | None, flags: list[tuple[str, str | None]]) -
             raise ConfigError(
                 f"--{section} scores answers, but with --algo no answers are sampled. Remove one of the two."
             )
-        if (
-            section in SECTIONS_OF_ANSWERS and name != "generator.use"
-        ) or name in _OF_EVALUATED_ANSWERS:  # --backend sets it
+        of_answers = section in SECTIONS_OF_ANSWERS and name != "generator.use"  # --backend sets it
+        if of_answers or name in _ANSWER_OPTIONS:
             raise ConfigError(
                 f"--{name} applies to answers, but with --algo no answers are sampled. Remove one of the two."
             )

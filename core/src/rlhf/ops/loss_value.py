@@ -17,7 +17,7 @@ from rlhf.types import Head, LossOutput, Reduce
 
 LEVELS = ("token", "sequence", "unit")
 """Levels of metrics; others are masks of terms."""
-OF_THE_RUN = ("loss", "lr", "grad_norm", "skipped", "aux_loss")
+RUN_METRICS = ("loss", "lr", "grad_norm", "skipped", "aux_loss")
 """Metrics of an update that the run reports itself, beside ``loss/<term>``."""
 FILLER = "filler"
 """Unit column of fillers, which repeat units so that every rank has the same number of micro-batches. They have no
@@ -124,10 +124,10 @@ def _metric_sums(loss: Loss, result: LossOutput, sizes: Mapping[str, int]) -> di
     """
     sums = {}
     for name, metric in result.metrics.items():
-        if name in OF_THE_RUN or name.startswith("loss/"):
+        if name in RUN_METRICS or name.startswith("loss/"):
             raise TrainingError(
                 f"metric {name!r} of loss {loss.name!r} has the name of a metric that the run reports itself: "
-                f"{', '.join(OF_THE_RUN)}, loss/<term>. Rename it."
+                f"{', '.join(RUN_METRICS)}, loss/<term>. Rename it."
             )
         if not isinstance(metric, tuple) or len(metric) not in (2, 3) or metric[0] not in sizes:
             raise TrainingError(

@@ -11,7 +11,7 @@ _PASSED = (
     "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "NO_PROXY", "no_proxy",
 )  # fmt: skip
 """Variables of the run's environment that are passed to a program. Others may be secrets."""
-_OF_ANOTHER_PYTHON = ("PYTHONPATH", "VIRTUAL_ENV")
+_PYTHON_VARIABLES = ("PYTHONPATH", "VIRTUAL_ENV")
 """Those that name packages of the run's Python, which another Python must not import."""
 
 
@@ -21,7 +21,7 @@ def passed_environment(names: Sequence[str], python: str | None = None) -> dict[
     Args:
         python: path of the program's own Python, whose programs then come first on PATH. None: that of the run.
     """
-    passed = _PASSED if python is None else [name for name in _PASSED if name not in _OF_ANOTHER_PYTHON]
+    passed = _PASSED if python is None else [name for name in _PASSED if name not in _PYTHON_VARIABLES]
     variables = {
         **{name: os.environ[name] for name in (*passed, *names) if name in os.environ},
         **{name: value for name, value in os.environ.items() if name.startswith("LC_")},

@@ -32,6 +32,7 @@ from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_for
 from rlhf_runtime.config.sections import Choice, PlacementSection, SyncSection
 from rlhf_runtime.config.suggestions import Chosen, Suggestions
 
+_ROWS_ADVICE = " To pass a file of rows, use --data FILE."
 MAX_DEPTH = 100
 """Deepest nesting of tables and lists. No section needs more than a few levels."""
 
@@ -64,7 +65,7 @@ def load(
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also an integer of thousands of digits, and thousands of brackets
-        flag = "" if file_name.endswith(".toml") else _OF_ROWS
+        flag = "" if file_name.endswith(".toml") else _ROWS_ADVICE
         raise ConfigError(f"{path} is not valid TOML: {error}.{flag}{unquoted(text, str(error))}") from None
     origins = {p: f"{file_name}, line {n}" for p, n in line_numbers(text).items()}
     _check_depth(data)
@@ -191,9 +192,6 @@ def _plain_key(key: str) -> str:
     return ".".join(part.strip().strip("\"'") for part in key.split("."))
 
 
-_OF_ROWS = " To pass a file of rows, use --data FILE."
-
-
 def _read(path: str) -> str:
     file = Path(path)
     try:
@@ -204,7 +202,7 @@ def _read(path: str) -> str:
         raise ConfigError(f"the run file {path} does not exist.{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         config = file / "config.toml"
-        hint = _OF_ROWS if isinstance(error, UnicodeDecodeError) else ""
+        hint = _ROWS_ADVICE if isinstance(error, UnicodeDecodeError) else ""
         if config.exists():
             hint = f" The run file of this run is {config}; its model is --model {file / 'model'}."
         raise ConfigError(f"cannot read the run file {path}: {error}.{hint}") from None

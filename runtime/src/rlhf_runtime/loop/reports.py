@@ -118,9 +118,9 @@ class Reports:
 
     def tell(self, steps_done: int, metrics: Metrics) -> None:
         """Send the line that :meth:`record` wrote to observers and the terminal."""
-        of_trl = trl_names({"step": steps_done, **metrics})  # dashboards of TRL plot over its step
+        trl_metrics = trl_names({"step": steps_done, **metrics})  # dashboards of TRL plot over its step
         for name in list(self._observers):
-            self._call(name, "step_finished", steps_done, of_trl if name in self._trl else metrics)
+            self._call(name, "step_finished", steps_done, trl_metrics if name in self._trl else metrics)
         self._progress.step(steps_done, metrics)
 
     def observe(self, event: str, *arguments: Any) -> None:

@@ -49,7 +49,7 @@ class ToolsRollout(Rollout):
     name = "tools"
     needs_messages = needs_tools = True
     Config = ToolsConfig
-    layout = frozenset({"mcp.*.url", "timeout", "parallel"})
+    layout = frozenset({"mcp.*.url", "timeout"})
 
     def __init__(self, config: ToolsConfig | None = None) -> None:
         super().__init__(config)
