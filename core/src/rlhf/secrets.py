@@ -1,4 +1,4 @@
-"""Recognise secrets in a configuration, which is copied into run directories, checkpoints and loggers.
+"""Recognise secrets in a configuration, which is copied into run directories, checkpoints and loggers, and read tokens.
 
 A run file with a secret is refused (:func:`find_secrets`). Observers also pass a configuration through :func:`redact`,
 which hides too much rather than too little. Both use the same words and the same forms of tokens.
@@ -6,9 +6,12 @@ which hides too much rather than too little. Both use the same words and the sam
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from rlhf.errors import ConfigError
 
 HIDDEN = "<hidden>"
 
@@ -29,8 +32,32 @@ _VALUE = re.compile(
     rf"^({_FORMS}|Bearer\s+\S{{8,}})|^[a-z][a-z0-9+.-]*://[^/@\s:]+:[^/@\s]+@|{_PRIVATE_KEY}",
 )
 _HIDE = re.compile(rf"\b({_FORMS})\b|(?<=Bearer )\S+|{_PRIVATE_KEY}.*", re.DOTALL)
+_IN_HEADERS = re.compile(r"[!-~]+")
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _QUERY = re.compile(r"(?<=[?&])([\w\-]+)=([^&#\s]+)")
+
+
+def read_token(component: str, option: str, variable: str) -> str:
+    """The token in an environment variable, for a header of requests.
+
+    Args:
+        component: the component whose ``option`` names the variable, for messages.
+
+    Raises ConfigError, without the token, if the variable is not set, or if headers cannot hold its value. HTTP clients
+    would show such a value in their errors.
+    """
+    token = os.environ.get(variable)
+    if not token:
+        raise ConfigError(
+            f"{component}: {option} = {variable!r}, but this environment variable is not set. Export it, or remove "
+            f"{option}."
+        )
+    if _IN_HEADERS.fullmatch(token) is None:
+        raise ConfigError(
+            f"{component}: {option} = {variable!r}, but the value of this environment variable holds a space, a line "
+            "break or a character outside ASCII, which no header of a request can hold. Export the token alone."
+        )
+    return token
 
 
 def names_secret(key: str) -> bool:

@@ -17,6 +17,7 @@ from rlhf.interfaces import Generator, GeneratorSpec, TakesTensors
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import EngineMemory, ModelSize, PhaseMemory, SamplingWork
+from rlhf.secrets import read_token
 from rlhf.types import GenerationRequest, Image, Sampling, Turn
 from rlhf.weights.bucket import Bucket
 from rlhf_modeling.arithmetic import computes_bf16
@@ -64,11 +65,8 @@ class ServerGenerator(TakesTensors, Generator):
         super().check(config, spec, samplings, device)
         for option in cls.tokens:
             variable = getattr(config, option)
-            if variable is not None and not os.environ.get(variable):
-                raise ConfigError(
-                    f"generator {cls.name!r}: {option} = {variable!r}, but this environment variable is not set. "
-                    f"Export it, or remove {option}."
-                )
+            if variable is not None:
+                read_token(f"generator {cls.name!r}", option, variable)
         if device is not None and config.folder is not None and not Path(config.folder).is_dir():
             raise ConfigError(
                 f"generator {cls.name!r}: folder = {config.folder!r} is not a folder of this machine. Create it, or "

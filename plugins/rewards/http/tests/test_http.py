@@ -107,6 +107,14 @@ def test_a_token_that_is_not_set_is_refused(server, monkeypatch) -> None:
         make_reward(server, token_env="REWARD_TOKEN")
 
 
+@pytest.mark.parametrize("value", ["s3cret\n", " s3cret", "s3crét"])
+def test_a_token_that_no_header_can_hold_is_refused_and_never_shown(server, monkeypatch, value) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", value)
+    with pytest.raises(ConfigError, match=r"REWARD_TOKEN.*a space, a line break or a character") as caught:
+        make_reward(server, token_env="REWARD_TOKEN")
+    assert "s3cr" not in str(caught.value)
+
+
 def test_special_tokens_are_sent_if_asked(server) -> None:
     """The text of all tokens, so that a reward model can read them again."""
     names = {1: "<user>Q:", 2: "A<end>"}

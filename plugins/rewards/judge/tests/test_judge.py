@@ -215,6 +215,13 @@ def test_a_token_that_is_not_set_is_refused(monkeypatch) -> None:
         make_judge("http://x/v1", token_env="JUDGE_TOKEN")
 
 
+def test_a_token_with_a_line_break_is_refused_and_never_shown(monkeypatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret\n")
+    with pytest.raises(ConfigError, match=r"JUDGE_TOKEN.*a space, a line break or a character") as caught:
+        make_judge("http://x/v1", token_env="JUDGE_TOKEN")
+    assert "s3cret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("failure", ["busy", "error", "slow", "damaged"])
 def test_a_server_that_fails_is_asked_again(server, failure) -> None:
     def reply(request):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import ssl
 import time
 from collections.abc import Iterator, Sequence
@@ -13,8 +12,9 @@ from typing import Annotated, Any
 
 import httpx
 from pydantic import Field, field_validator
-from rlhf.errors import ConfigError, RewardError
+from rlhf.errors import RewardError
 from rlhf.interfaces import ComponentConfig
+from rlhf.secrets import read_token
 
 _LOG = logging.getLogger(__name__)
 LONGEST = 10 * 2**20
@@ -58,7 +58,7 @@ class Servers:
     Args:
         reward: name of the plugin, for messages.
 
-    Raises ConfigError if the variable of ``token_env`` is not set.
+    Raises ConfigError if the variable of ``token_env`` is not set, or holds no token.
     """
 
     def __init__(self, reward: str, config: ServersConfig) -> None:
@@ -66,12 +66,7 @@ class Servers:
         self._order = Order(config.urls, config.rest)
         self._headers = {}
         if config.token_env is not None:
-            token = os.environ.get(config.token_env)
-            if not token:
-                raise ConfigError(
-                    f"reward {reward!r}: token_env = {config.token_env!r}, but this environment variable is not set. "
-                    "Export it, or remove token_env."
-                )
+            token = read_token(f"reward {reward!r}", "token_env", config.token_env)
             self._headers["Authorization"] = f"Bearer {token}"
         self._certificates = ssl.create_default_context()  # created once, because this takes longer than a request
 

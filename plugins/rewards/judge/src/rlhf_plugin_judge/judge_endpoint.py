@@ -6,14 +6,14 @@ import asyncio
 import email.utils
 import json
 import math
-import os
 import ssl
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from rlhf.errors import ConfigError, RewardError, brief
+from rlhf.errors import RewardError, brief
+from rlhf.secrets import read_token
 
 LONGEST = 10 * 2**20
 """Largest size of an answer in bytes. A larger one is refused."""
@@ -47,19 +47,14 @@ class JudgeEndpoint:
     token_env: environment variable that holds a token; None: none is sent.
     timeout: seconds for one request.
 
-    Raises ConfigError if the variable is not set.
+    Raises ConfigError if the variable is not set, or holds no token.
     """
 
     def __init__(self, url: str, token_env: str | None, timeout: float, at_once: int) -> None:
         self._url, self._timeout = f"{url.rstrip('/')}/chat/completions", timeout
         self._headers = {}
         if token_env is not None:
-            token = os.environ.get(token_env)
-            if not token:
-                raise ConfigError(
-                    f"reward 'judge': token_env = {token_env!r}, but this environment variable is not set. Export it, "
-                    "or remove token_env."
-                )
+            token = read_token("reward 'judge'", "token_env", token_env)
             self._headers["Authorization"] = f"Bearer {token}"
         self._turns = asyncio.Semaphore(at_once)
         self._certificates = ssl.create_default_context()  # created once, because this takes longer than a request
