@@ -261,6 +261,7 @@ def test_a_text_row_does_not_load_the_processor(data, monkeypatch):
 
 REFUSED = {
     "lacking": ("no.png", "image 0: the image '.*no.png' cannot be read: No such file"),
+    "device": ("/dev/null", "image 0: the image '/dev/null' is neither a file nor a link to one"),
     "corrupt": (url(RED[:-40]), "image 0: the image cannot be read as an image: OSError: image file is truncated"),
     "text": (url(b"hello"), "cannot be read as an image: UnidentifiedImageError: cannot identify image file. Correct"),
     "far": ("https://host/a.png", "is a URL, and URLs are not downloaded: save the image beside the data"),

@@ -11,6 +11,7 @@ import binascii
 import errno
 import io
 import re
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,6 +151,8 @@ def _content(value: Any, folder: Path | None) -> bytes:
         )
     file = folder / Path(path).expanduser()
     try:
+        if not stat.S_ISREG(file.stat().st_mode):  # reading a device or a pipe might never end
+            raise DataError(f"the image {str(file)!r} is neither a file nor a link to one")
         return file.read_bytes()
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
