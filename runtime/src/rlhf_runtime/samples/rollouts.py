@@ -76,8 +76,8 @@ class Rollouts:
         self.timeline, self.experts, self.agents, self.check = timeline, experts, agents, check
         self.vocabulary = vocabulary
         self.sampled_tokens = 0
-        """Number of tokens sampled for all training samples that have ended, including turns that the rollout did not
-        return."""
+        """Number of tokens that this process sampled for all training samples that have ended, including turns that the
+        rollout did not return."""
 
     def run(
         self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count = no_count
@@ -178,7 +178,7 @@ class Rollouts:
                 tokens = sum(len(turn.ids) for _, _, turn in log.entries())
                 slice.add(status=parts[0].status, tokens=tokens)
             if settings.purpose == TRAINING:
-                self.sampled_tokens += tokens
+                self.sampled_tokens += log.added_tokens
             return parts
         finally:
             requests.leave()

@@ -336,6 +336,8 @@ class TurnLog:
 
     def __init__(self, turns: Iterable[tuple[int, int, Turn]] = ()) -> None:
         """``turns``: (number, checksum of its context, turn)."""
+        self.added_tokens = 0
+        """Number of tokens of the turns that :meth:`add` got: those that this process sampled."""
         self._turns: dict[int, tuple[int, Turn, Turn]] = {}
         """{number: (checksum of the context, the turn without its experts, the rollout's object)}. The experts are the
         object's, because the run cuts repeated tokens from them when the sample has ended."""
@@ -355,6 +357,7 @@ class TurnLog:
         return self._turns[number][2]
 
     def add(self, number: int, request: GenerationRequest, turn: Turn) -> None:
+        self.added_tokens += len(turn.ids)
         self._turns[number] = checksum(request), replace(turn, experts=None), turn
 
     def entries(self) -> list[tuple[int, int, Turn]]:
