@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from rlhf_runtime.output.metrics import read_metrics
 
+from tests.continuous import simulated
+
 SAMPLED = ("throughput/sampled", "throughput/sampled_per_device")
 TRAINED = ("throughput/trained", "throughput/trained_per_device")
 
@@ -26,6 +28,16 @@ def test_tokens_of_a_second_are_those_that_were_sampled_and_trained(shop):
         assert "throughput/mfu" not in line  # the peak of a CPU is not known
         assert line["memory/driver/process"] > 0
         assert not [key for key in line if key.startswith("memory/") and "driver" not in key]  # all are in one process
+
+
+def test_a_continuous_run_divides_its_tokens_by_the_time_in_which_it_samples_them(shop):
+    """Samples continue during evaluations, so this time is at least that of the whole step."""
+    held_out = {"eval": str(shop.data)}
+    config = simulated(shop, "run", stream={"staleness": 3}, data=held_out, eval={"every": 1})
+    run = shop.train_config(config)
+    sampled = sum(len(turn["ids"]) for sample in run.samples() for turn in sample["turns"] if turn["sampled"])
+    counted = sum(line.get("throughput/sampled", 0.0) * line["time/step"] for line in lines_of(run))
+    assert 0 < counted < sampled * (1 + 1e-9)
 
 
 def test_mfu_is_the_share_of_the_peak_that_the_run_file_names(shop):

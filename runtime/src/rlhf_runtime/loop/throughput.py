@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from rlhf.interfaces import GENERATOR, Place
@@ -53,6 +54,8 @@ class Throughput:
         self._peak = peak_tflops or (PEAK_TFLOPS.get(facts.device_name) if facts.dtype == "bf16" else None)
         self._sampled = 0
         self._paused = 0.0
+        self._last_call: float | None = None
+        """The clock at the last call of :meth:`of_step`, if samples continue between and during steps."""
 
     def of_step(self, times: Metrics) -> Metrics:
         """The speed metrics for the time since the last call.
@@ -73,6 +76,10 @@ class Throughput:
                 metrics["throughput/mfu"] = work.operations / work.seconds / (self._peak * 1e12 * devices)
         if self._sampler is not None:
             tokens, pause = self._sampler.rollouts.sampled_tokens, self._sampler.weights.pause_seconds
+            if self._sampler.rollouts.pool is not None:  # samples continue during evaluations and between steps
+                now = time.perf_counter()
+                seconds = times[f"{TIME}step"] if self._last_call is None else now - self._last_call
+                self._last_call = now
             if tokens > self._sampled:
                 rate = (tokens - self._sampled) / seconds
                 metrics |= {"throughput/sampled": rate}
