@@ -13,11 +13,12 @@ from dataclasses import replace
 
 import torch
 from rlhf.errors import ConfigError, TrainingError, brief
-from rlhf.ops.batch import Batch
+from rlhf.ops.batch import Batch, concat
 from rlhf.ops.experts import EXPERTS, UNKNOWN
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.sample_values import ENV, group_number, name_of
-from rlhf.ops.spans import masked, spans
+from rlhf.ops.spans import masked
+from rlhf.ops.trajectories import assemble
 from rlhf.types import Annotation, Group, Head, OnlineShape, RoleSpec, Row, RunOptions, Snapshot, Trajectory, Turn
 from torch import Tensor
 
@@ -216,11 +217,8 @@ class Teacher:
 
     def _with_context(self, batch: Batch, samples: Sequence[Trajectory]) -> tuple[Batch, Tensor]:
         """``batch`` with one more sequence per unit for the teacher, after the unit's other sequences."""
-        ids: list[int] = []
-        lens: list[int] = []
         units: list[int] = []
-        sampled: list[bool] = []
-        temperatures: list[float] = []
+        groups: list[Group] = []
         prompts: dict[tuple[str, int], Sequence[int] | None] = {}
         for unit, sample in enumerate(samples):
             # All samples of a row have the same prompt.
@@ -235,39 +233,26 @@ class Teacher:
                 continue
             if longest is not None and len(prompt) + count > longest:
                 continue
-            ids += prompt
-            sampled += [False] * len(prompt)
-            temperatures += [1.0] * len(prompt)
-            for turn in answer:
-                ids += turn.ids
-                sampled += [turn.sampled] * len(turn.ids)
-                temperatures += [turn.temperature if turn.sampled else 1.0] * len(turn.ids)
-            lens.append(len(prompt) + count)
             units.append(unit)
+            turns = [Turn(prompt, sampled=False), *answer]
+            groups.append(Group(sample.row, unit, [Trajectory(sample.row, turns, (unit, 0))]))
         taught_U = torch.zeros(batch.units, dtype=torch.bool)
         taught_U[units] = True
-        added = len(ids)
-        unit_B = torch.cat([batch.unit_B, torch.tensor(units, dtype=torch.int64)])
-        lens_B = torch.cat([batch.lens_B, torch.tensor(lens, dtype=torch.int64)])
-        # Stable: the teacher's sequence is the last of its unit.
-        order_B = torch.argsort(unit_B, stable=True)
-        index_N = spans((torch.cumsum(lens_B, 0) - lens_B)[order_B], lens_B[order_B])
-
-        def joined(values_N: Tensor, teacher_values: Tensor) -> Tensor:
-            return torch.cat([values_N, teacher_values.to(values_N.dtype)])[index_N]
-
-        tok = {}
-        for name, values_N in batch.tok.items():
-            teacher_values = values_N.new_full((added, *values_N.shape[1:]), UNKNOWN if name == EXPERTS else 0)
-            tok[name] = joined(values_N, torch.tensor(temperatures) if name == "temperature" else teacher_values)
-        mask_N = joined(torch.zeros(batch.tokens, dtype=torch.bool), torch.tensor(sampled, dtype=torch.bool))
-        role_B = torch.cat([batch.role_B, torch.zeros(len(units), dtype=torch.int64)])[order_B]
-        all_ids_N = joined(batch.ids_N, torch.tensor(ids, dtype=torch.int64))
-        # Samples with images are refused only where the teacher reads them.
-        images = (*batch.images_B, *((),) * len(units))
-        images_B = tuple(images[b] for b in order_B.tolist()) if batch.images_B else ()
-        batch = Batch(all_ids_N, lens_B[order_B], unit_B[order_B], role_B, tok, {}, batch.unit, images_B)
         role_U = torch.tensor([self._role(sample) for sample in samples])
+        teacher = assemble(groups, scored=False)
+        if teacher is None:
+            return self._with_masks(batch, taught_U[batch.unit_N], role_U[batch.unit_N]), taught_U
+        tok = {
+            name: values_N.new_full((teacher.tokens, *values_N.shape[1:]), UNKNOWN if name == EXPERTS else 0)
+            for name, values_N in batch.tok.items()
+        }
+        tok["temperature"] = teacher.tok["temperature"]
+        owner_U = torch.tensor([*range(batch.units), *units])
+        order_U = torch.argsort(owner_U, stable=True)
+        parts = concat([replace(batch, unit={}), replace(teacher, tok=tok, unit={})]).select(order_U.tolist())
+        is_teacher_N = (order_U >= batch.units)[parts.unit_N]
+        mask_N = torch.zeros_like(is_teacher_N).masked_scatter_(is_teacher_N, teacher.tok["loss_mask"])
+        batch = replace(parts, unit_B=owner_U[order_U][parts.unit_B], unit=batch.unit)
         return self._with_masks(batch, mask_N, role_U[batch.unit_N]), taught_U
 
     def _prompt(self, sample: Trajectory) -> Sequence[int] | None:
@@ -297,7 +282,7 @@ def _first(sample: Trajectory) -> int:
 
 
 def _answer(sample: Trajectory) -> list[Turn]:
-    """The turns from the first to the last sampled one."""
+    """The turns from the first to the last sampled one, without records, which a teacher does not read."""
     first = _first(sample)
     last = max((n for n, turn in enumerate(sample.turns) if turn.sampled and turn.ids), default=first)
     turns = sample.turns[first : last + 1]
@@ -306,7 +291,7 @@ def _answer(sample: Trajectory) -> list[Turn]:
             f"{name_of(sample)}: its context was rewritten between turns, and algorithm.teacher.context supports only "
             "samples with one context. Remove the option, or use another rollout"
         )
-    return turns
+    return [replace(turn, logprobs=None, experts=None) for turn in turns]
 
 
 def _any(mask_N: Tensor, owner_N: Tensor, count: int) -> Tensor:
