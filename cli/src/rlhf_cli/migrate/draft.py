@@ -74,17 +74,16 @@ class Draft:
             self.set(f"observer.{number}.use", name, option)
         return observers
 
-    def take(self, conditions: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    def take(self, conditions: Mapping[str, tuple[Any, str]]) -> None:
         """Set all options that need no rule: unchanged values, and values that the table translates.
 
         Args:
-            conditions: {condition: whether the run meets it}.
-            reasons: {condition: why an option has no effect without it}.
+            conditions: {condition: (whether the run meets it, why an option has no effect without it)}.
         """
-        self.conditions = {name for name, holds in conditions.items() if holds}
+        self.conditions = {name for name, (holds, _) in conditions.items() if holds}
         for row in self.source.rows.values():
             if row.when and row.when not in self.conditions:
-                self.unread[row.name] = reasons[row.when]
+                self.unread[row.name] = conditions[row.when][1]
             elif row.to and not row.rule:
                 value = self.source[row.name]
                 if row.values and value is not None:

@@ -34,27 +34,6 @@ REFUSED_ENTRIES = {
     "lora_combiner": "it merges an adapter: a run exports merged models",
     "batch_inference": "rlhf generate and rlhf score do its work",
 }
-NEEDS: Mapping[str, str] = {
-    "critic": "only with the estimator gae, which has a critic",
-    "critic_min_lr": "only with a critic and the schedule cosine_with_min_lr",
-    "reference": "no reference model is loaded, because algo.kl.init_coef is 0",
-    "adaptive_kl": "only with algo.kl.target",
-    "whitening": "only the estimators gae, reinforce and reinforce_baseline normalise over the batch",
-    "ppo_loss": "not with policy_loss_type gspo",
-    "correction": "no importance correction is on",
-    "filter": "only with algo.dynamic_filtering_enable",
-    "lora": "only with ds.lora.rank",
-    "min_lr": "only with the schedule cosine_with_min_lr",
-    "reward_model": "only with a reward model that no reward.remote_url or agent replaces",
-    "overlong": "only with reward.overlong_buffer_len",
-    "dynamic_batch": "only with train.dynamic_batch_enable",
-    "ema": "only with train.enable_ema",
-    "async": "only with train.async_enable",
-    "images": "only with data.max_images_per_prompt",
-    "eval": "only with eval.dataset",
-    "wandb": "only with logger.wandb.key",
-}
-"""{condition of a row: text about what is missing if it is not met}."""
 SUPERVISED = {"sft": "sft", "rm": "reward_model", "dpo": "dpo", "kto": "kto", "kd": "distill"}
 CORRECTIONS = {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}
 OF_LEVEL = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq_mask_tis"}
@@ -77,7 +56,7 @@ def convert(source: FrameworkOptions) -> Draft:
     """The run file for these options. Raises ConfigError for a value that has no counterpart."""
     draft = Draft(source)
     online = source.entry == "rl"
-    draft.take(_conditions(source), NEEDS)
+    draft.take(conditions(source))
     _algorithm(draft) if online else draft.set("algorithm.use", SUPERVISED[source.entry])
     rows_of_data(draft, online)
     _trainer(draft, "", "actor." if online else "")
@@ -95,30 +74,36 @@ def convert(source: FrameworkOptions) -> Draft:
     return draft
 
 
-def _conditions(s: FrameworkOptions) -> dict[str, Any]:
+def conditions(s: FrameworkOptions) -> dict[str, tuple[Any, str]]:
+    """{condition of a row: (whether the run meets it, why an option has no effect without it)}."""
     correction = s["algo.advantage.is_correction_enable"] or s["use_icepop"]
     correction = correction or s["algo.advantage.is_correction_level"] not in ("off", None)
-    critic = s["algo.advantage.estimator"] == "gae"
-    scheduler = "actor.lr_scheduler" if s.entry == "rl" else "lr_scheduler"
+    estimator, kl = s["algo.advantage.estimator"], s["algo.kl.init_coef"]
+    critic = estimator == "gae"
+    critic_min_lr = critic and s["critic.lr_scheduler"] == "cosine_with_min_lr"
+    whitening = estimator in ("gae", "reinforce", "reinforce_baseline")
+    ppo_loss = s["actor.policy_loss_type"] == "ppo"
+    min_lr = s["actor.lr_scheduler" if s.entry == "rl" else "lr_scheduler"] == "cosine_with_min_lr"
+    reward_model = s["reward.model_name_or_path"] and not (s["reward.remote_url"] or s["train.agent_func_path"])
     return {
-        "critic": critic,
-        "critic_min_lr": critic and s["critic.lr_scheduler"] == "cosine_with_min_lr",
-        "reference": s["algo.kl.init_coef"],
-        "adaptive_kl": s["algo.kl.init_coef"] and s["algo.kl.target"] is not None,
-        "whitening": s["algo.advantage.estimator"] in ("gae", "reinforce", "reinforce_baseline"),
-        "ppo_loss": s["actor.policy_loss_type"] == "ppo",
-        "correction": correction and s["actor.policy_loss_type"] == "ppo",
-        "filter": s["algo.dynamic_filtering_enable"],
-        "lora": s["ds.lora.rank"],
-        "min_lr": s[scheduler] == "cosine_with_min_lr",
-        "reward_model": s["reward.model_name_or_path"] and not (s["reward.remote_url"] or s["train.agent_func_path"]),
-        "overlong": s["reward.overlong_buffer_len"] is not None,
-        "dynamic_batch": s["train.dynamic_batch_enable"],
-        "ema": s["train.enable_ema"],
-        "async": s["train.async_enable"],
-        "images": s["data.max_images_per_prompt"],
-        "eval": s["eval.dataset"],
-        "wandb": "logger.wandb.key" in s.user_values,
+        "critic": (critic, "only with the estimator gae, which has a critic"),
+        "critic_min_lr": (critic_min_lr, "only with a critic and the schedule cosine_with_min_lr"),
+        "reference": (kl, "no reference model is loaded, because algo.kl.init_coef is 0"),
+        "adaptive_kl": (kl and s["algo.kl.target"] is not None, "only with algo.kl.target"),
+        "whitening": (whitening, "only the estimators gae, reinforce and reinforce_baseline normalise over the batch"),
+        "ppo_loss": (ppo_loss, "not with policy_loss_type gspo"),
+        "correction": (correction and ppo_loss, "no importance correction is on"),
+        "filter": (s["algo.dynamic_filtering_enable"], "only with algo.dynamic_filtering_enable"),
+        "lora": (s["ds.lora.rank"], "only with ds.lora.rank"),
+        "min_lr": (min_lr, "only with the schedule cosine_with_min_lr"),
+        "reward_model": (reward_model, "only with a reward model that no reward.remote_url or agent replaces"),
+        "overlong": (s["reward.overlong_buffer_len"] is not None, "only with reward.overlong_buffer_len"),
+        "dynamic_batch": (s["train.dynamic_batch_enable"], "only with train.dynamic_batch_enable"),
+        "ema": (s["train.enable_ema"], "only with train.enable_ema"),
+        "async": (s["train.async_enable"], "only with train.async_enable"),
+        "images": (s["data.max_images_per_prompt"], "only with data.max_images_per_prompt"),
+        "eval": (s["eval.dataset"], "only with eval.dataset"),
+        "wandb": ("logger.wandb.key" in s.user_values, "only with logger.wandb.key"),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rlhf_cli.migrate.draft import INVERSE_SQRT, Draft
 from rlhf_cli.migrate.rows import FrameworkOptions
@@ -24,15 +25,6 @@ GROUPS: Mapping[str, Sequence[str]] = {
 }
 """{trainer: groups of the table}."""
 ALGORITHMS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "reward_model", "kto": "kto"}
-NEEDS: Mapping[str, str] = {
-    "lora": "only with use_peft",
-    "vllm": "only with use_vllm",
-    "eval": "only with eval_strategy",
-    "kl": "no reference model is loaded, because beta is 0",
-    "sapo": "only with loss_type sapo",
-    "vespo": "only with loss_type vespo",
-    "adaptive_entropy": "only with use_adaptive_entropy",
-}
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ""),
     **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "its state is not paged here"),
@@ -65,16 +57,7 @@ def convert(source: FrameworkOptions) -> Draft:
     """The run file for these fields. Raises ConfigError for a value that has no counterpart."""
     draft, processes = Draft(source), source.processes
     online = source.entry in ("grpo", "rloo")
-    conditions = {
-        "lora": source["use_peft"],
-        "vllm": source["use_vllm"],
-        "eval": source["eval_strategy"] != "no",
-        "kl": online and source["beta"],
-        "sapo": source["loss_type"] == "sapo",
-        "vespo": source["loss_type"] == "vespo",
-        "adaptive_entropy": source["use_adaptive_entropy"],
-    }
-    draft.take(conditions, NEEDS)
+    draft.take(conditions(source))
     draft.set("algorithm.use", ALGORITHMS[source.entry])
     updates = _batches(draft, processes) if online else 1
     if not online:
@@ -99,6 +82,19 @@ def convert(source: FrameworkOptions) -> Draft:
             _snapshots(draft, "algorithm", 1)
     _placement(draft, processes, online)
     return draft
+
+
+def conditions(s: FrameworkOptions) -> dict[str, tuple[Any, str]]:
+    """{condition of a row: (whether the run meets it, why an option has no effect without it)}."""
+    return {
+        "lora": (s["use_peft"], "only with use_peft"),
+        "vllm": (s["use_vllm"], "only with use_vllm"),
+        "eval": (s["eval_strategy"] != "no", "only with eval_strategy"),
+        "kl": (s.entry in ("grpo", "rloo") and s["beta"], "no reference model is loaded, because beta is 0"),
+        "sapo": (s["loss_type"] == "sapo", "only with loss_type sapo"),
+        "vespo": (s["loss_type"] == "vespo", "only with loss_type vespo"),
+        "adaptive_entropy": (s["use_adaptive_entropy"], "only with use_adaptive_entropy"),
+    }
 
 
 def _processes(processes: int) -> str:

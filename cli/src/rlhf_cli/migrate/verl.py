@@ -22,25 +22,6 @@ OWN_ENTRY = re.compile(
 OWN_CONFIGS = ("ppo_trainer", "dapo_trainer")
 """Configurations whose defaults are in the table."""
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
-NEEDS: Mapping[str, str] = {
-    "critic": "only with the estimator gae, which has a critic",
-    "grpo": "only with the estimator grpo",
-    "kl_loss": "only with use_kl_loss and a coefficient",
-    "kl_reward": "only with use_kl_in_reward and a coefficient",
-    "adaptive_kl": "only with kl_ctrl.type adaptive",
-    "ppo_loss": "only with the loss vanilla",
-    "aggregation": "verl takes seq-mean-token-mean with this loss, and so does the run",
-    "clip_cov": "only with the loss clip_cov",
-    "kl_cov": "only with the loss kl_cov",
-    "lora": "only with lora_rank",
-    "critic_lora": "only with a critic and critic.model.lora_rank",
-    "dynamic": "only with use_dynamic_bsz",
-    "reward_model": "only with reward_model.enable",
-    "eval": "only with data.val_files",
-    "wandb": "only with the logger wandb",
-    "sapo": "only with the loss sapo",
-    "filter_groups": "only with algorithm.filter_groups.enable",
-}
 ADVANTAGES = ("remax", "opo")
 """Estimators that correspond to advantages of ``grpo``."""
 OF_GROUPS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo")
@@ -120,41 +101,54 @@ def _flat(fields: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def convert(source: FrameworkOptions) -> Draft:
     """The run file for these keys. Raises ConfigError for a value that has no counterpart."""
-    draft, s = Draft(source), source
-    estimator = s["algorithm.adv_estimator"]
-    loggers = s["trainer.logger"] if "trainer.logger" in s.user_values else ["console", "wandb"]
-    kl_in_reward = s["algorithm.use_kl_in_reward"] and s["algorithm.kl_ctrl.kl_coef"]
-    conditions = {
-        "critic": estimator == "gae",
-        "grpo": estimator in ("grpo", "grpo_vectorized"),
-        "kl_loss": s[f"{ACTOR}.use_kl_loss"] and s[f"{ACTOR}.kl_loss_coef"],
-        "kl_reward": kl_in_reward,
-        "adaptive_kl": kl_in_reward and s["algorithm.kl_ctrl.type"] == "adaptive",
-        "ppo_loss": s[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla",
-        "aggregation": s[f"{ACTOR}.policy_loss.loss_mode"] not in ("gspo", "sapo", "geo_mean"),
-        "clip_cov": s[f"{ACTOR}.policy_loss.loss_mode"] == "clip_cov",
-        "kl_cov": s[f"{ACTOR}.policy_loss.loss_mode"] == "kl_cov",
-        "lora": s["actor_rollout_ref.model.lora_rank"],
-        "critic_lora": estimator == "gae" and s["critic.model.lora_rank"],
-        "dynamic": s[f"{ACTOR}.use_dynamic_bsz"],
-        "reward_model": s["reward_model.enable"],
-        "eval": s["data.val_files"],
-        "wandb": "wandb" in loggers,
-        "sapo": s[f"{ACTOR}.policy_loss.loss_mode"] == "sapo",
-        "filter_groups": s["algorithm.filter_groups.enable"],
-    }
-    draft.take(conditions, NEEDS)
-    updates = _algorithm(draft, estimator)
+    draft = Draft(source)
+    draft.take(conditions(source))
+    updates = _algorithm(draft)
     _trainer(draft, updates)
     _data(draft)
-    _run(draft, loggers)
+    _run(draft)
     _placement(draft)
     return draft
 
 
-def _algorithm(draft: Draft, estimator: str) -> int:
+def conditions(s: FrameworkOptions) -> dict[str, tuple[Any, str]]:
+    """{condition of a row: (whether the run meets it, why an option has no effect without it)}."""
+    critic = s["algorithm.adv_estimator"] == "gae"
+    loss = s[f"{ACTOR}.policy_loss.loss_mode"]
+    kl_loss = s[f"{ACTOR}.use_kl_loss"] and s[f"{ACTOR}.kl_loss_coef"]
+    kl_reward = s["algorithm.use_kl_in_reward"] and s["algorithm.kl_ctrl.kl_coef"]
+    adaptive_kl = kl_reward and s["algorithm.kl_ctrl.type"] == "adaptive"
+    aggregation = loss not in ("gspo", "sapo", "geo_mean")
+    critic_lora = critic and s["critic.model.lora_rank"]
+    return {
+        "critic": (critic, "only with the estimator gae, which has a critic"),
+        "grpo": (s["algorithm.adv_estimator"] in ("grpo", "grpo_vectorized"), "only with the estimator grpo"),
+        "kl_loss": (kl_loss, "only with use_kl_loss and a coefficient"),
+        "kl_reward": (kl_reward, "only with use_kl_in_reward and a coefficient"),
+        "adaptive_kl": (adaptive_kl, "only with kl_ctrl.type adaptive"),
+        "ppo_loss": (loss == "vanilla", "only with the loss vanilla"),
+        "aggregation": (aggregation, "verl takes seq-mean-token-mean with this loss, and so does the run"),
+        "clip_cov": (loss == "clip_cov", "only with the loss clip_cov"),
+        "kl_cov": (loss == "kl_cov", "only with the loss kl_cov"),
+        "lora": (s["actor_rollout_ref.model.lora_rank"], "only with lora_rank"),
+        "critic_lora": (critic_lora, "only with a critic and critic.model.lora_rank"),
+        "dynamic": (s[f"{ACTOR}.use_dynamic_bsz"], "only with use_dynamic_bsz"),
+        "reward_model": (s["reward_model.enable"], "only with reward_model.enable"),
+        "eval": (s["data.val_files"], "only with data.val_files"),
+        "wandb": ("wandb" in _loggers(s), "only with the logger wandb"),
+        "sapo": (loss == "sapo", "only with the loss sapo"),
+        "filter_groups": (s["algorithm.filter_groups.enable"], "only with algorithm.filter_groups.enable"),
+    }
+
+
+def _loggers(s: FrameworkOptions) -> Sequence[str]:
+    return s["trainer.logger"] if "trainer.logger" in s.user_values else ["console", "wandb"]
+
+
+def _algorithm(draft: Draft) -> int:
     """Set the algorithm and its batches. Returns the number of optimizer steps per step."""
     s = draft.source
+    estimator = s["algorithm.adv_estimator"]
     names = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
     prompts, mini = s[names[0]], s[names[1]]
     if prompts < mini:
@@ -288,7 +282,7 @@ def _data(draft: Draft) -> None:
     draft.set("generator.max_batched_tokens", max(batched, prompt + answer), f"{ROLLOUT}.max_num_batched_tokens")
 
 
-def _run(draft: Draft, loggers: Sequence[str]) -> None:
+def _run(draft: Draft) -> None:
     s = draft.source
     if s["trainer.val_only"]:
         raise s.refused("trainer.val_only", "rlhf eval evaluates a model")
@@ -296,7 +290,7 @@ def _run(draft: Draft, loggers: Sequence[str]) -> None:
         draft.unread["trainer.total_epochs"] = "trainer.total_training_steps is set"
     else:
         draft.copy("run.epochs", "trainer.total_epochs")
-    observers = draft.observers([name for name in loggers if name != "console"], "trainer.logger")
+    observers = draft.observers([name for name in _loggers(s) if name != "console"], "trainer.logger")
     if "wandb" in observers:
         project = f"observer.{observers.index('wandb')}.project"
         draft.copy(project, "trainer.project_name")
