@@ -48,6 +48,19 @@ def test_the_parts_are_kept_if_the_file_cannot_be_written(tmp_path):
     assert output.path.read_text() == "one\n"
 
 
+def test_of_two_processes_with_one_file_only_one_continues(tmp_path):
+    output, second = file(tmp_path), file(tmp_path)
+    assert list(output.resume()) == list(second.resume()) == []
+    output.add({"lines": ["one"]})
+    with pytest.raises(CheckpointError, match=r"another process writes to .*out\.jsonl\.partial"):
+        second.add({"lines": ["one"]})
+    output.publish("lines")
+    with pytest.raises(CheckpointError, match="another process writes"):
+        second.add({"lines": ["two"]})
+    assert not output.partial.exists()
+    assert output.path.read_text() == "one\n"
+
+
 def test_an_incomplete_first_line_starts_a_new_file(tmp_path):
     output = file(tmp_path)
     output.partial.write_bytes(b'{"data"')

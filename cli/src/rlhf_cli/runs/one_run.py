@@ -148,7 +148,7 @@ def _print_files(console: Console, record: RunRecord) -> None:
     if models := sorted(path.name for path in record.path.glob("model*") if path.is_dir()):
         facts["models"] = ", ".join(str(record.path / name) for name in models)
     if samples := _numbers(record.path / "rollouts"):
-        facts["samples"] = f"{_steps(samples)}; `rlhf samples {record.path} --worst 5` shows some"
+        facts["samples"] = f"{_steps(samples)}; `rlhf samples {shlex.quote(str(record.path))} --worst 5` shows some"
     if skipped := _numbers(record.path / "skipped"):
         facts["skipped updates"] = f"{_steps(skipped)}; their batches are in {record.path / 'skipped'}"
     _print_pairs(console, facts)

@@ -30,6 +30,7 @@ class PartialFile:
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self.path, self.header = path, dict(header)
         self.partial = path.with_name(f"{path.name}.partial")
+        self._size = 0
 
     def resume(self) -> Iterator[dict[str, Any]]:
         """Parts that exist already. An incomplete last part is removed. The caller must exhaust the iterator.
@@ -55,11 +56,15 @@ class PartialFile:
                     )
         # Else the next part would be appended to the incomplete line.
         os.truncate(self.partial, size)
+        self._size = size
         if not size:
             self._append(self.header)
 
     def add(self, part: Mapping[str, Any]) -> None:
-        """Append a part. The part is on the disk when this returns."""
+        """Append a part. The part is on the disk when this returns.
+
+        Raises CheckpointError if the file cannot be written, or if another process has written to it.
+        """
         self._append(part)
 
     def publish(self, key: str) -> None:
@@ -83,10 +88,16 @@ class PartialFile:
         self.partial.unlink(missing_ok=True)
 
     def _append(self, part: Mapping[str, Any]) -> None:
+        if (self.partial.stat().st_size if self.partial.exists() else 0) != self._size:
+            raise CheckpointError(
+                f"another process writes to {self.partial}, for the same {self.path.name}. It continues, and this one "
+                "ends here: write to another file."
+            )
         with self._writing(self.partial), self.partial.open("ab") as file:
             file.write((dumps(part, self.partial.name) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
+            self._size = file.tell()
 
     @contextmanager
     def _writing(self, path: Path) -> Iterator[None]:

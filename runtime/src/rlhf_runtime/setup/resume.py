@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -236,7 +237,7 @@ def check_record(prepared: Prepared) -> None:
     if different := [str(difference) for difference in differences if difference.severity == "refuse"]:
         raise ConfigError(
             f"stream.replay = {str(folder)!r} records a different run: {'; '.join(different)}. Use its own run file: "
-            f"rlhf replay {folder}"
+            f"rlhf replay {shlex.quote(str(folder))}"
         )
     if old_config.run.seed != config.run.seed:
         raise ConfigError(
