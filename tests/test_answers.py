@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -116,6 +117,18 @@ def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
         code, out, err = say("generate", *words, "--prompt", "1+1=", "--prompt", "2+2=", *SHORT)
         assert code == 0, err
         assert [line[:4] for line in out.splitlines() if line[1:2] == "+"] == ["1+1=", "2+2="]
+
+
+def test_an_answer_does_not_control_the_terminal(shop: Workshop, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(shop.folder / "control", hidden=16, heads=2, kv_heads=1, chars="1+=\x1b")
+    words = ("generate", "--model", model, "--prompt", "1\x1b=", *SHORT)
+    code, out, err = say(*words)
+    assert code == 0, err
+    assert out.startswith("1\x1b="), "a pipe gets the text itself"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    code, out, err = say(*words)
+    assert code == 0, err
+    assert out.startswith("1\\x1b=")
 
 
 def test_a_prompt_is_the_column_that_the_template_of_the_run_file_names(shop: Workshop, say: Say) -> None:

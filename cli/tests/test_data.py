@@ -203,6 +203,15 @@ def test_text_that_the_terminal_cannot_show_is_escaped(show, monkeypatch, encodi
     assert "1+1=" in buffer.getvalue().decode(encoding)
 
 
+def test_no_row_controls_the_terminal(show, models):
+    (tiny_model(models / "control", chars="ab\x1b") / "model.safetensors").unlink()
+    rows = [{"prompt": "a\x1b", "response": "b\x1b", "\x1b[31m": 1}]
+    out = show("sft", rows, model="control")
+    assert "not used: \\x1b[31m" in out
+    assert "a\\x1b⟦b\\x1b<eos>⟧" in out
+    assert "\x1b" not in out
+
+
 def test_long_sequences_are_cut_in_the_middle(show):
     rows = [{"prompt": "p" * 500, "response": "r" * 500}]
     out = show("sft", rows)

@@ -362,6 +362,7 @@ def command(monkeypatch):
         (ConfigError("bad value"), 2, "bad value"),
         (PluginNotFound("no such"), 2, "no such"),
         (TrainingError("nan"), 1, "nan"),
+        (TrainingError("row 1: \x1b[31m\nand"), 1, "row 1: \\x1b[31m\nand"),  # no text of a row controls the terminal
         (
             PermissionError(13, "Permission denied", "/etc/run.toml"),
             1,

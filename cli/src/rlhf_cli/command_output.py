@@ -12,7 +12,9 @@ from rlhf.paths import path_argument
 
 def note(text: str) -> None:
     """Write a note to standard error."""
-    sys.stderr.write(f"note: {text}\n")
+    from rlhf_runtime.observe.sample_lines import printable
+
+    sys.stderr.write(printable(f"note: {text}\n"))
 
 
 def say(line: str) -> None:

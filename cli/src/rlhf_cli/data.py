@@ -14,6 +14,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
+from rlhf_runtime.observe.sample_lines import printable
 
 from rlhf_cli.command_group import CommandGroup
 from rlhf_cli.command_input import natural
@@ -108,7 +109,7 @@ def _show(report: dict[str, Any]) -> None:
     for source in report["sources"]:
         unused = f"; {words}: {', '.join(c or repr(c) for c in source['unused'])}" if source["unused"] else ""
         line = f"data.{source['use']} {source['name']!r}: {source['rows']} rows, read as {source['layout']}{unused}"
-        console.print(Text(line))
+        console.print(Text(printable(line)))
     if report["end_note"]:
         console.print(Text(f"note: {report['end_note']}"))
     if report["tools"]:
@@ -123,7 +124,7 @@ def _show(report: dict[str, Any]) -> None:
     for use, counts in report.get("all", {}).items():
         if counts["ok"] or counts["named"]:
             console.print()
-            console.print(Text("\n".join(_summary(use, counts))))
+            console.print(Text(printable("\n".join(_summary(use, counts)))))
 
 
 def _legend(form: str, answers: bool, colour: bool) -> Any:
@@ -147,9 +148,10 @@ def _headline(row: dict[str, Any]) -> Any:
     from rich.text import Text
 
     values = "".join(f", {name} {row[name]}" for name in ("label", "margin") if name in row)
-    text = Text(f"{row['where']} ({row['use']}){values}", "bold")
+    text = Text(printable(f"{row['where']} ({row['use']}){values}"), "bold")
     if row["why"]:
-        text.append(f"\n{row['status']}: {row['why']}", "bold red" if row["status"] == "refused" else "yellow")
+        style = "bold red" if row["status"] == "refused" else "yellow"
+        text.append(printable(f"\n{row['status']}: {row['why']}"), style)
     return text
 
 
@@ -177,7 +179,7 @@ def _tokens(sequence: dict[str, Any], colour: bool) -> Any:
             text.append("⟦" if on else "⟧")
         trained = on
         end = index in steps
-        text.append(sequence["texts"][index].replace("\n", "↵\n"), _END if end else _STYLES[on][number % 2])
+        text.append(printable(sequence["texts"][index]).replace("\n", "↵\n"), _END if end else _STYLES[on][number % 2])
         if end:
             text.append(f"⟨{steps[index]:g}⟩", "bold")
     if trained and not colour:

@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RlhfError as error:
         if traceback:
             raise
-        sys.stderr.write(f"rlhf: {error}\n")
+        from rlhf_runtime.observe.sample_lines import printable  # --help starts without the runtime
+
+        sys.stderr.write(printable(f"rlhf: {error}\n"))  # it may quote a row or a model
         return 2 if isinstance(error, USAGE_ERRORS) else 1
     except KeyboardInterrupt:
         if traceback:

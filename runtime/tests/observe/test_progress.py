@@ -66,11 +66,11 @@ def test_notes_are_whole_lines_and_shown_in_quiet_mode_too(capsys):
     quiet = Progress(3, show="quiet")
     quiet.step(0, {"reward/mean": 1.0})
     quiet.step(1, {"reward/mean": 1.0})
-    quiet.note("careful")
+    quiet.note("careful \x1b[31m")
     quiet.close()
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "note: careful\n"
+    assert captured.err == "note: careful \\x1b[31m\n", "no text of a row or a model controls the terminal"
 
 
 def test_a_long_run_keeps_its_first_and_its_latest_notes():

@@ -139,6 +139,7 @@ class Terminal:
 
     def _answer(self, line: str) -> None:
         from rlhf.errors import RlhfError
+        from rlhf_runtime.observe.sample_lines import printable
 
         try:
             if not self._people:
@@ -151,7 +152,7 @@ class Terminal:
         except RlhfError as error:
             if not self._people:
                 raise
-            _write(f"{error}\n")
+            _write(printable(f"{error}\n"))
         except KeyboardInterrupt:  # ends the answer
             _write("\n")
 

@@ -62,13 +62,15 @@ class GenerateCommand(Command):
                 column = _column(config.data.input_template)
                 file.write_text("".join(json.dumps({column: text}) + "\n" for text in args.prompt))
             from rlhf_runtime.jobs.inference import evaluate_model
+            from rlhf_runtime.observe.sample_lines import printable
 
             groups, prompt_of = evaluate_model(config, plugins, save=args.save)[1:]
         for group in groups:
             for trajectory in group.trajectories:
                 if trajectory.status == "failed":
                     raise ConfigError(f"row {group.row.index}: {trajectory.error}")
-                sys.stdout.write(f"{conversation_text(prompt_of(trajectory), trajectory)}\n")
+                text = conversation_text(prompt_of(trajectory), trajectory)
+                sys.stdout.write(f"{printable(text) if sys.stdout.isatty() else text}\n")
         return 0
 
 

@@ -32,6 +32,7 @@ from rlhf_runtime.data.prompts import Prompts
 from rlhf_runtime.loop.evaluate import evaluate_loss, evaluate_rollouts
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.observe.progress import phase
+from rlhf_runtime.observe.sample_lines import printable
 from rlhf_runtime.observe.sample_metrics import source_metrics
 from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, evaluation_sampling, evaluation_settings
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
@@ -80,7 +81,7 @@ def _rows_to_answer(config: RunFile) -> RunFile:
 
 
 def _say(note: str) -> None:
-    print(f"note: {note}", file=sys.stderr)  # noqa: T201
+    print(printable(f"note: {note}"), file=sys.stderr)  # noqa: T201
 
 
 def evaluate_model(

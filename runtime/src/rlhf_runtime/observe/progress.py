@@ -22,7 +22,7 @@ from rlhf.types import Group
 
 from rlhf_runtime.checkpoint.json_values import dumps
 from rlhf_runtime.observe.live_table import LiveTable
-from rlhf_runtime.observe.sample_lines import best_and_worst, sample_lines
+from rlhf_runtime.observe.sample_lines import best_and_worst, printable, sample_lines
 from rlhf_runtime.output.metrics import TIME
 
 Show = Literal["all", "quiet", "json"]
@@ -246,7 +246,7 @@ class Progress:
     def _line(self, text: str) -> None:
         # no markup: brackets are text. In a file lines stay whole; a terminal would break them inside of words
         with hidden():
-            self._console.print(text, soft_wrap=not self._console.is_terminal, markup=False)
+            self._console.print(printable(text), soft_wrap=not self._console.is_terminal, markup=False)
 
     def _values(self, metrics: Mapping[str, float], headline: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
         values = {}
