@@ -19,6 +19,7 @@ from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
+from rlhf_runtime.samples.sample_context import SampleParts
 from rlhf_testing.tiny import CHARS, tiny_model
 
 CALL = '<tool_call>\n{"name": "add",  "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -79,7 +80,7 @@ class Laboratory:
     def groups(self, rollout: Rollout, rows=({},), samples=1, **settings):
         """The groups of rows, each with so many samples."""
         rollout.check()
-        rollouts = Rollouts(rollout, self.generator, self.template, Scorer(), self.main)
+        rollouts = Rollouts(SampleParts(rollout, self.template, Scorer()), self.generator, self.main)
         fixed = {"sampling": Sampling(12), "purpose": "sample", "seed": 1, "max_tokens": 2000, "deadline": 60.0}
         settings = RolloutSettings(samples=samples, abort_on_failure=False, **{**fixed, **settings})
         examples = [Row({"prompt": "1+2?", **row}, "rows", n) for n, row in enumerate(rows)]

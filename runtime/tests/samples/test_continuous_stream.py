@@ -8,6 +8,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rlhf_runtime.samples import continuous_stream
 from rlhf_runtime.samples.continuous_stream import AT_ONCE, ChosenRows, ContinuousStream
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
+from rlhf_runtime.samples.sample_context import SampleParts
 
 TURNS = 3
 SAMPLES = 2
@@ -154,7 +156,8 @@ def stream(main: MainThread) -> Iterator[Callable[..., ContinuousStream]]:
     streams = []
 
     def make(engine: Engine, rollout: Rollout | None = None, greedy: bool = False, **options: Any) -> ContinuousStream:
-        rollouts = Rollouts(rollout or ThreeTurns(), engine, Template(), Scorer(), main, pool=engine)  # type: ignore[arg-type]
+        parts = SampleParts(rollout or ThreeTurns(), Template(), Scorer())  # type: ignore[arg-type]
+        rollouts = Rollouts(parts, engine, main, pool=engine)  # type: ignore[arg-type]
         settings = RolloutSettings(Sampling(max_new_tokens=4), SAMPLES, "sample", 0, 100, 60.0, greedy=greedy)
         options = {"batch_size": 2, "total_steps": 4, "staleness": 1, **options}
         streams.append(ContinuousStream(Numbers(), rollouts, settings, **options))
@@ -266,7 +269,7 @@ def test_a_group_that_is_too_old_is_not_in_a_short_batch(stream) -> None:
                 await super().score(group, trained_on)
 
     late = stream(Engine(100, version=1, old=(1,)), staleness=0)
-    late.rollouts.scorer = Unscored()
+    late.rollouts.parts = replace(late.rollouts.parts, scorer=Unscored())
     late.batches_taken = 1
     late.start(1)
     ready = late.take(1)

@@ -10,6 +10,7 @@ from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
+from rlhf_runtime.samples.sample_context import SampleParts
 from rlhf_testing.chat_templates import HERMES
 from rlhf_testing.tiny import tiny_tokenizer
 
@@ -75,7 +76,7 @@ class Talk(Rollout):
 
 def run(main, template, foreign=False, end="<eos>"):
     rollout = Talk()
-    rollouts = Rollouts(rollout, Says(template, f"{CALL}{end}", CALL), template, Scorer(), main)
+    rollouts = Rollouts(SampleParts(rollout, template, Scorer()), Says(template, f"{CALL}{end}", CALL), main)
     settings = RolloutSettings(Sampling(), 1, "sample", 0, 1000, 5.0, abort_on_failure=False)
     [group] = rollouts.run([Row({"foreign": foreign}, "rows", 0)], 0, settings)
     return group.trajectories[0], rollout.seen
@@ -138,7 +139,7 @@ def test_a_special_token_as_stop_string_of_a_rollout_ends_an_answer(main, templa
     tokenizer.add_tokens("<|im_start|>", special_tokens=True)
     special = Template(tokenizer, DataSection())
     generator = Halts(special, "b")
-    rollouts = Rollouts(Asks(), generator, special, Scorer(), main)
+    rollouts = Rollouts(SampleParts(Asks(), special, Scorer()), generator, main)
     rollouts.run([Row({}, "rows", 0)], 0, RolloutSettings(Sampling(), 1, "sample", 0, 1000, 5.0))
     [request] = generator.requests
     assert request.sampling.stop == ("x",)

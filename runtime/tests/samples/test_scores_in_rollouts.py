@@ -9,6 +9,7 @@ from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
+from rlhf_runtime.samples.sample_context import SampleParts
 
 REWARD = """
 def score(prompt, completion, row):
@@ -114,7 +115,7 @@ def play(from_file):
         main = MainThread()
         try:
             main.run(scorer.setup())
-            rollouts = Rollouts(rollout or Letterwise(), Letters(), Template(), scorer, main)
+            rollouts = Rollouts(SampleParts(rollout or Letterwise(), Template(), scorer), Letters(), main)
             sampling = Sampling(max_new_tokens=1)
             settings = RolloutSettings(sampling, 1, "sample", 0, 100, deadline, abort_on_failure=False)
             [group] = rollouts.run([Row({"right": right}, "unit", 0)], 0, settings)

@@ -13,6 +13,7 @@ from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.samples.failures import Failures
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
+from rlhf_runtime.samples.sample_context import SampleParts
 
 ENV = """
 from rlhf.interfaces import Env
@@ -108,8 +109,7 @@ def play(from_file):
         main = MainThread()
         try:
             main.run(scorer.setup())
-            agents = {"agents": episodes.agents}
-            rollouts = Rollouts(rollout, Dots(), Characters(), scorer, main, episodes.open, episodes.limit, **agents)
+            rollouts = Rollouts(SampleParts(rollout, Characters(), scorer, episodes), Dots(), main)
             settings = RolloutSettings(
                 Sampling(max_new_tokens=4), samples, "sample", 0, 100, 20.0, abort, failures=failures
             )

@@ -20,6 +20,7 @@ from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
+from rlhf_runtime.samples.sample_context import SampleParts
 
 
 class CountingGenerator(Generator):
@@ -97,7 +98,8 @@ def settings(**changes):
 
 def run(main, the_rows, rollout=None, open_env=None, generator=None, **changes):
     generator = generator or CountingGenerator()
-    rollouts = Rollouts(rollout or Turns(), generator, PlainTemplate(), OneForAll(), main, open_env)
+    episodes = open_env and SimpleNamespace(open=open_env, limit=None, agents=())
+    rollouts = Rollouts(SampleParts(rollout or Turns(), PlainTemplate(), OneForAll(), episodes), generator, main)
     return rollouts.run(the_rows, 0, settings(**changes)), generator
 
 
@@ -183,7 +185,7 @@ def run_greedy(main, the_rows, none=(), **changes):
             yield from super().generate(requests)
 
     generator = Records()
-    rollouts = Rollouts(Warm(), generator, PlainTemplate(), BySample(none), main)
+    rollouts = Rollouts(SampleParts(Warm(), PlainTemplate(), BySample(none)), generator, main)
     return rollouts.run(the_rows, 0, settings(greedy=True, **changes)), generator
 
 
@@ -295,7 +297,8 @@ def test_what_the_model_or_the_generator_cannot_read_fails_only_its_own_sample(
             return [prompt, answer, *([Turn(observation, False)] if observation else [])]
 
     check = partial(check_sampling, temperatures=(0.01, 2.0))
-    rollouts = Rollouts(Odd(), Checks(), PlainTemplate(), OneForAll(), main, check=check, vocabulary=99)
+    parts = SampleParts(Odd(), PlainTemplate(), OneForAll(), check=check, vocabulary=99)
+    rollouts = Rollouts(parts, Checks(), main)
     groups = rollouts.run(rows(1, 1), 0, settings(abort_on_failure=False))
     assert [[t.status for t in g.trajectories] for g in groups] == [["ok", "failed"]] * 2
     assert re.search(message, groups[0].trajectories[1].error)
@@ -362,7 +365,7 @@ def test_turns_that_a_rollout_drops_count_as_sampled(main):
             first, _, _ = await ctx.generate_each([([prompt], ctx.sampling)] * 3)
             return [prompt, first]
 
-    rollouts = Rollouts(First(), CountingGenerator(), PlainTemplate(), OneForAll(), main)
+    rollouts = Rollouts(SampleParts(First(), PlainTemplate(), OneForAll()), CountingGenerator(), main)
     rollouts.run(rows(1, 1), 0, settings(samples=2, demonstration_sources=("other",)))
     rollouts.run(rows(1, 1), 0, settings(purpose="eval"))
     assert rollouts.sampled_tokens == 2 * 2 * 3 * 2
@@ -516,7 +519,8 @@ def test_a_context_without_room_to_answer_is_an_error(main):
 
 def test_a_limit_admits_the_next_sample_when_one_ends(main):
     generator = CountingGenerator()
-    rollouts = Rollouts(Turns(), generator, PlainTemplate(), OneForAll(), main, limit=3)
+    episodes = SimpleNamespace(limit=3, agents=())
+    rollouts = Rollouts(SampleParts(Turns(), PlainTemplate(), OneForAll(), episodes), generator, main)
     counts = []
     groups = rollouts.run(rows(1, 2, 1), 0, settings(), lambda *count: counts.append(count))
     assert counts == [(number, 6) for number in range(1, 7)]

@@ -19,6 +19,7 @@ from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.continuous_stream import ContinuousStream
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
+from rlhf_runtime.samples.sample_context import SampleParts
 from rlhf_runtime.samples.stream import Stream, WaveStream
 
 from rlhf_cli.plan.speeds import Speeds
@@ -179,8 +180,9 @@ class VirtualRollouts(Rollouts):
 
     def __init__(self, speeds: Speeds, engines: VirtualEngines, main: VirtualMain, limit: int | None, pool: bool):
         self._speeds, self.concurrency = speeds, limit
-        parts: dict[str, Any] = {"rollout": self, "generator": engines, "template": self, "scorer": self, "main": main}
-        super().__init__(**parts | {"pool": engines if pool else None})
+        itself: Any = self
+        parts = SampleParts(itself, itself, itself)
+        super().__init__(parts, engines, main, pool=engines if pool else None)  # type: ignore[arg-type]
 
     def encode_answer(self, row: Row) -> list[Any]:
         """Part of the template's interface. An answer of the data takes no time."""

@@ -18,6 +18,7 @@ from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
+from rlhf_runtime.samples.sample_context import SampleParts
 from rlhf_testing.chat_templates import CHATML, HERMES
 from rlhf_testing.tiny import tiny_tokenizer
 
@@ -81,7 +82,7 @@ def play(template, config, *texts, samples=1, max_tokens=4000, max_new_tokens=50
     """(trajectories of one group, what the generator was asked)."""
     main = MainThread()
     generator = Says(template, *texts)
-    rollouts = Rollouts(ToolsRollout(config), generator, template, Scorer(), main)
+    rollouts = Rollouts(SampleParts(ToolsRollout(config), template, Scorer()), generator, main)
     sampling = Sampling(max_new_tokens=max_new_tokens)
     settings = RolloutSettings(sampling, samples, "sample", 0, max_tokens, 60.0, abort_on_failure=False)
     try:

@@ -7,26 +7,22 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 
 from rlhf.errors import ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
-from rlhf.interfaces import EnginePool, Env, Generator, Rollout
+from rlhf.interfaces import EnginePool, Generator
 from rlhf.ops.experts import drop_repeated
-from rlhf.requests import check_sampling
 from rlhf.seeds import derive_seed
-from rlhf.types import ExpertLayers, Group, Row, Trajectory, Turn
+from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf.types.needs import GREEDY_REWARD
 
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.calls.returned_values import InvalidResult, check_turns
-from rlhf_runtime.data.template import Template
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Slice, Timeline
-from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.samples.failures import describe
 from rlhf_runtime.samples.requests import Requests, SingleRequests, Waves
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
-from rlhf_runtime.samples.sample_context import CheckSampling, SampleContext, TurnLog
+from rlhf_runtime.samples.sample_context import SampleContext, SampleParts, TurnLog
 
 FATAL = (WorkerError, SyncError, TrainingError, ModelError)
 """Errors of the generator or of its weights, not of one sample. They end the run regardless of ``on_failed_sample``."""
@@ -44,37 +40,19 @@ class Rollouts:
 
     def __init__(
         self,
-        rollout: Rollout,
+        parts: SampleParts,
         generator: Generator,
-        template: Template,
-        scorer: Scorer,
         main: MainThread,
-        open_env: Callable[[Slice], Env] | None = None,
-        limit: int | None = None,
         phases: Phases | None = None,
         pool: EnginePool | None = None,
         timeline: Timeline = NO_TIMELINE,
-        experts: ExpertLayers | None = None,
-        agents: Sequence[str] = (),
-        check: CheckSampling = check_sampling,
-        vocabulary: int | None = None,
     ) -> None:
-        """
-        Args:
-            experts: expert layers of the policy, if recorded experts are replayed.
-            agents: agents that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
-            check: refuses what the generator cannot sample.
-            vocabulary: size of the policy's vocabulary in tokens; None: not known.
-        """
-        self.rollout, self.generator, self.template = rollout, generator, template
-        self.scorer, self.main, self.open_env = scorer, main, open_env
-        self.phases = phases
-        self.limit = min((n for n in (limit, rollout.concurrency) if n is not None), default=None)
+        self.parts, self.generator, self.main, self.phases, self.timeline = parts, generator, main, phases, timeline
+        limits = parts.rollout.concurrency, None if parts.episodes is None else parts.episodes.limit
+        self.limit = min((n for n in limits if n is not None), default=None)
         """Largest number of live samples, if the environment or the rollout has such a limit."""
         self.pool = pool
         """The generator, if requests are sent individually instead of in waves."""
-        self.timeline, self.experts, self.agents, self.check = timeline, experts, agents, check
-        self.vocabulary = vocabulary
         self.sampled_tokens = 0
         """Number of tokens that this process sampled for all training samples that have ended, including turns that the
         rollout did not return."""
@@ -137,14 +115,14 @@ class Rollouts:
             on_end: called after each sample.
         """
         if settings.is_demonstration(number, row.source):
-            return Group(row, number, [Trajectory(row, self.template.encode_answer(row), (number, 0))])
+            return Group(row, number, [Trajectory(row, self.parts.template.encode_answer(row), (number, 0))])
         logs = logs or [TurnLog() for _ in range(settings.answers)]
         samples = [self._admitted(row, (number, s), settings, requests, log, on_end) for s, log in enumerate(logs)]
-        group = Group(row, number, [part for parts in await asyncio.gather(*samples) for part in parts])
+        group = Group(row, number, [*itertools.chain.from_iterable(await asyncio.gather(*samples))])
         if any(t.status != "failed" for t in group.trajectories):
             with self.timeline.slice("rewards", "rewards", group=number, purpose=settings.purpose):
                 for samples_of_agent in group.by_agent().values():
-                    await self.scorer.score(samples_of_agent, settings.purpose == TRAINING)
+                    await self.parts.scorer.score(samples_of_agent, settings.purpose == TRAINING)
         if settings.greedy:
             set_greedy_apart(group)
         # After scoring, because a reward or the greedy answer may fail a sample, too.
@@ -174,12 +152,12 @@ class Rollouts:
         try:
             arguments = {"group": index[0], "sample": index[1], "purpose": settings.purpose}
             with self.timeline.slice("samples", "sample", **arguments) as slice:
-                parts = await self._sample(row, index, settings, requests, log, slice)
+                trajectories = await self._sample(row, index, settings, requests, log, slice)
                 tokens = sum(len(turn.ids) for _, _, turn in log.entries())
-                slice.add(status=parts[0].status, tokens=tokens)
+                slice.add(status=trajectories[0].status, tokens=tokens)
             if settings.purpose == TRAINING:
                 self.sampled_tokens += log.added_tokens
-            return parts
+            return trajectories
         finally:
             requests.leave()
             on_end()
@@ -194,29 +172,17 @@ class Rollouts:
         slice: Slice,
     ) -> list[Trajectory]:
         if index[1] < settings.demonstrations_per_group:
-            return [Trajectory(row, self.template.encode_answer(row), index)]
-        open_env = partial(self._env, slice)
-        context = SampleContext(
-            self.template,
-            open_env,
-            index,
-            settings,
-            requests,
-            self.scorer,
-            log,
-            slice,
-            needs_base=self.rollout.needs_base,
-            check=self.check,
-            vocabulary=self.vocabulary,
-        )
+            return [Trajectory(row, self.parts.template.encode_answer(row), index)]
+        context = SampleContext(self.parts, index, settings, requests, log, slice)
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
-        label = f"rollout {self.rollout.name!r}"
+        label = f"rollout {self.parts.rollout.name!r}"
         trajectory, conversations = Trajectory(row, [], index), list[list[Turn]]()
         try:
             with boundary(RolloutError, label):
                 async with asyncio.timeout(settings.deadline) as context.clock:
-                    turns = await self.rollout.run(row, seed, context)
-            conversations = check_turns(turns, self.experts, self.agents, self.vocabulary)
+                    turns = await self.parts.rollout.run(row, seed, context)
+            agents = () if self.parts.episodes is None else self.parts.episodes.agents
+            conversations = check_turns(turns, self.parts.experts, agents, self.parts.vocabulary)
             context.check_training(turns)
         except FATAL:
             raise
@@ -242,13 +208,8 @@ class Rollouts:
             if part.status != "failed":
                 part.status = "truncated" if part.truncated else "ok"
                 if context.gives_rewards:
-                    self.scorer.add_up(part, settings.purpose == TRAINING)
+                    self.parts.scorer.add_up(part, settings.purpose == TRAINING)
         return trajectories or [trajectory]
-
-    def _env(self, slice: Slice) -> Env:
-        if self.open_env is None:
-            raise RolloutError(f"rollout {self.rollout.name!r} opens an environment; set [env] use = ...")
-        return self.open_env(slice)
 
 
 def one_of_each_sample(group: Group) -> list[Trajectory]:

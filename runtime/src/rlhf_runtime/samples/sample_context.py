@@ -10,14 +10,14 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.errors import EnvError, RewardError, RolloutError, boundary
-from rlhf.interfaces import Env, RolloutContext
+from rlhf.interfaces import Env, Rollout, RolloutContext
 from rlhf.requests import check_request, check_sampling
 from rlhf.seeds import derive_seed
-from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
+from rlhf.types import ExpertLayers, GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 from rlhf.types.images import joined_images
 
 from rlhf_runtime.data.messages import Messages
@@ -25,12 +25,26 @@ from rlhf_runtime.data.template import Template
 from rlhf_runtime.data.tokenizer import with_stop_tokens
 from rlhf_runtime.observe.timeline import Slice
 from rlhf_runtime.rewards.scoring import Scorer, combine
-from rlhf_runtime.samples.episodes import Episode
+from rlhf_runtime.samples.episodes import Episode, Episodes
 from rlhf_runtime.samples.requests import Requests
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings, greedy_sampling
 
-CheckSampling = Callable[[Sampling], None]
-""":meth:`Generator.check_sampling` of the run's generator with its options."""
+
+@dataclass(frozen=True)
+class SampleParts:
+    """What makes and scores each sample of a run."""
+
+    rollout: Rollout
+    template: Template
+    scorer: Scorer
+    episodes: Episodes | None = None
+    """None if the run has no environment."""
+    experts: ExpertLayers | None = None
+    """Expert layers of the policy, if recorded experts are replayed."""
+    check: Callable[[Sampling], None] = check_sampling
+    """Refuses what the generator cannot sample (:meth:`Generator.check_sampling` with its options)."""
+    vocabulary: int | None = None
+    """Size of the policy's vocabulary in tokens; None: not known."""
 
 
 class SampleContext(RolloutContext):
@@ -38,23 +52,15 @@ class SampleContext(RolloutContext):
 
     def __init__(
         self,
-        template: Template,
-        open_env: Callable[[], Env],
+        parts: SampleParts,
         index: tuple[int, int],
         settings: RolloutSettings,
         requests: Requests,
-        scorer: Scorer,
         log: TurnLog,
         slice: Slice,
-        needs_base: bool = False,
-        check: CheckSampling = check_sampling,
-        vocabulary: int | None = None,
     ) -> None:
-        """``needs_base``: :attr:`Rollout.needs_base`. ``check``: refuses what the generator cannot sample.
-        ``vocabulary``: size of the policy's vocabulary in tokens; None: not known."""
-        self._template, self._open_env, self._index, self._settings = template, open_env, index, settings
-        self._requests, self._scorer, self._log, self._slice = requests, scorer, log, slice
-        self._needs_base, self._check, self._vocabulary = needs_base, check, vocabulary or sys.maxsize
+        self._parts, self._template, self._settings = parts, parts.template, settings
+        self._requests, self._log, self._slice = requests, log, slice
         self.gives_rewards = False
         """Whether the rollout scores answers itself."""
         self._envs: list[Env] = []
@@ -81,7 +87,7 @@ class SampleContext(RolloutContext):
         return self._template.tokenizer
 
     def check_sampling(self, sampling: Sampling) -> None:
-        self._check(sampling)
+        self._parts.check(sampling)
 
     def encode_prompt(self, row: Row) -> Turn:
         return self._template.encode_prompt(row)
@@ -117,7 +123,7 @@ class SampleContext(RolloutContext):
         number, prompt, _ = self._answers.get(id(turn), (0, None, None))
         if prompt is None:
             raise RolloutError("parse_answer() takes a turn that generate() of the same sample returned")
-        return self._template.messages.answers.parse(turn, prompt.ids, (*self._index, number), tools)
+        return self._template.messages.answers.parse(turn, prompt.ids, (*self.index, number), tools)
 
     def has_unread_call(self, answer: Mapping[str, Any]) -> bool:
         return self._template.messages.answers.has_unread_call(answer)
@@ -164,12 +170,14 @@ class SampleContext(RolloutContext):
                 "the rollout asks for turns of the base model, which are not the policy's and cannot be trained on; "
                 "ask for them with training = False"
             )
-        if base and not self._needs_base:
+        if base and not self._parts.rollout.needs_base:
             raise RolloutError(
                 "the rollout asks for turns of the base model, but it declares needs_base = False; set it to True"
             )
         for _, sampling in requests:
-            self._check(sampling)  # checked here so that only this sample fails, not the other samples of its wave
+            self._parts.check(
+                sampling
+            )  # checked here so that only this sample fails, not the other samples of its wave
             if training and self.training and not self._settings.is_greedy(self.index[1]):
                 _check_distribution(sampling, self.sampling)
         batch = {
@@ -215,7 +223,7 @@ class SampleContext(RolloutContext):
         if sampling.stop != self.sampling.stop:  # of an environment or a program; those of the run file are checked
             sampling = with_stop_tokens(sampling, self.tokenizer)
         sampling = replace(sampling, max_new_tokens=room)
-        seed = derive_seed(self._settings.seed, self._settings.purpose, *self._index, turn_number)
+        seed = derive_seed(self._settings.seed, self._settings.purpose, *self.index, turn_number)
         images = joined_images((len(t.ids), t.images) for t in turns[start:])
         if len(images) > self._settings.max_images:
             raise RolloutError(
@@ -223,17 +231,17 @@ class SampleContext(RolloutContext):
             )
         request = GenerationRequest(ids, seed, sampling, images, base)
         # Checked here, as sampling parameters are. Whether there is a base was checked before the start.
-        check_request(turn_number, request, self._vocabulary, has_base=True)
+        check_request(turn_number, request, self._parts.vocabulary or sys.maxsize, has_base=True)
         return request
 
     async def _generate(self, batch: Mapping[int, GenerationRequest]) -> list[Turn]:
         self._generating = True
         try:
             number, requests = min(batch), list(batch.values())
-            arguments = {"group": self._index[0], "sample": self._index[1], "turn": number}
+            arguments = {"group": self.index[0], "sample": self.index[1], "turn": number}
             context = sum(len(request.ids) for request in requests)
             with self._stopped_clock(), self._slice.child("turn", context=context, **arguments) as slice:
-                turns = await self._requests.generate((*self._index, number), requests)
+                turns = await self._requests.generate((*self.index, number), requests)
                 versions = [version for turn in turns for _, version in turn.versions]
                 slice.add(tokens=sum(len(turn.ids) for turn in turns), versions=versions)
             return turns
@@ -241,18 +249,19 @@ class SampleContext(RolloutContext):
             self._generating = False
 
     async def score(self, row: Row, answers: Sequence[list[Turn]]) -> list[float]:
-        if not self._scorer.rewards:
+        scorer = self._parts.scorer
+        if not scorer.rewards:
             raise RolloutError("the rollout scores answers, but the run has no [[reward]]; set --reward NAME")
         plain = [[replace(turn, reward=None, score=None) for turn in turns] for turns in answers]
-        group = Group(row, self._index[0], [Trajectory(row, turns, self._index) for turns in plain])
+        group = Group(row, self.index[0], [Trajectory(row, turns, self.index) for turns in plain])
         for trajectory in group.trajectories:
             trajectory.status = "truncated" if trajectory.truncated else "ok"
         with self._stopped_clock():
-            await self._scorer.score(group, trained_on=False)
+            await scorer.score(group, trained_on=False)
         self.gives_rewards = True
         rewards = []
         for number, trajectory in enumerate(group.trajectories):
-            reward, _ = combine(self._scorer.rewards, trajectory, steps_placed=False)
+            reward, _ = combine(scorer.rewards, trajectory, steps_placed=False)
             if trajectory.reward is None or reward is None:
                 cause = trajectory.error.removeprefix("RewardError: ") or "no [[reward]] applies to it"
                 raise RewardError(f"answer {number} that the rollout scores has no reward: {cause}")
@@ -290,7 +299,10 @@ class SampleContext(RolloutContext):
         return dict(sorted({**of_envs, **of_rollout}.items()))
 
     async def open_env(self) -> Env:
-        env = self._open_env()
+        episodes = self._parts.episodes
+        if episodes is None:
+            raise RolloutError(f"rollout {self._parts.rollout.name!r} opens an environment; set [env] use = ...")
+        env = episodes.open(self._slice)
         self._envs.append(env)
         return env
 

@@ -35,6 +35,7 @@ from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.samples.rollouts import Rollouts
+from rlhf_runtime.samples.sample_context import SampleParts
 from rlhf_runtime.samples.sampling import NoGenerator, Sampler
 from rlhf_runtime.setup.prepare import PlacedPlugins, Prepared
 
@@ -122,22 +123,16 @@ def launch_sampler(
         main.run(scorer.setup())
     offloading = {n: r for n, r in roles.items() if issubclass(prepared.trainer(n).resolved.cls, Offloads)}
     phases = Phases(generator, offloading, prepared.places, weights.refresh)
-    rollouts = Rollouts(
+    parts = SampleParts(
         rollout,
-        generator,
         template,
         scorer,
-        main,
-        episodes.open if episodes is not None else None,
-        episodes.limit if episodes is not None else None,
-        phases,
-        pool=pool,
-        timeline=timeline,
-        experts=roles["policy"].facts.experts,
-        agents=episodes.agents if episodes is not None else (),
-        check=prepared.check_sampling,
-        vocabulary=embedding_rows(prepared.tokenizer),
+        episodes,
+        roles["policy"].facts.experts,
+        prepared.check_sampling,
+        embedding_rows(prepared.tokenizer),
     )
+    rollouts = Rollouts(parts, generator, main, phases, pool, timeline)
     return Sampler(rollouts, weights, phases)
 
 
