@@ -175,9 +175,8 @@ class SampleContext(RolloutContext):
                 "the rollout asks for turns of the base model, but it declares needs_base = False; set it to True"
             )
         for _, sampling in requests:
-            self._parts.check(
-                sampling
-            )  # checked here so that only this sample fails, not the other samples of its wave
+            # Checked here so that only this sample fails, not the other samples of its wave.
+            self._parts.check(sampling)
             if training and self.training and not self._settings.is_greedy(self.index[1]):
                 _check_distribution(sampling, self.sampling)
         batch = {
