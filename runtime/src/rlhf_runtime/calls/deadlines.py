@@ -24,28 +24,30 @@ GRACE = 1.0
 
 
 class Clock:
-    """Measures the time in which a call waits for a model of this run. That time does not count towards the call's
-    deadline, because the model may be busy with other work. Used from the event loop only."""
+    """The deadline of a call, which can be stopped while the call waits for a model of this run: the model may be busy
+    with other work. Used from the event loop only."""
 
-    def __init__(self) -> None:
-        self._waits, self._start, self._sum = 0, 0.0, 0.0
+    def __init__(self, seconds: float) -> None:
+        self.timeout = asyncio.timeout(seconds)
+        """The context of the call."""
+        self.ended = False
+        """Whether the call has ended. Tasks that it started may still run."""
+        self._waits, self._remaining = 0, seconds
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Counts the time inside this context as waiting. Waits may overlap: overlapping time is counted once."""
-        if self._waits == 0:
-            self._start = asyncio.get_running_loop().time()
+        """A context whose time does not count. Such contexts may overlap."""
+        loop = asyncio.get_running_loop()
+        if (end := self.timeout.when()) is not None:
+            self.timeout.reschedule(None)
+            self._remaining = end - loop.time()
         self._waits += 1
         try:
             yield
         finally:
             self._waits -= 1
-            if self._waits == 0:
-                self._sum += asyncio.get_running_loop().time() - self._start
-
-    def waited(self) -> float:
-        """Seconds of waiting so far."""
-        return self._sum + (asyncio.get_running_loop().time() - self._start if self._waits else 0.0)
+            if not self._waits and not self.ended:
+                self.timeout.reschedule(loop.time() + self._remaining)
 
 
 _CLOCK: ContextVar[Clock | None] = ContextVar("clock", default=None)
@@ -55,7 +57,7 @@ def waiting() -> AbstractContextManager[None]:
     """A context for functions that a plugin calls, entered while they wait for a model of this run. Time spent inside
     does not count towards the deadline of the plugin's call."""
     clock = _CLOCK.get()
-    return clock.stopped() if clock is not None else nullcontext()
+    return nullcontext() if clock is None or clock.ended else clock.stopped()
 
 
 class DeadlineExpired(Exception):
@@ -75,29 +77,24 @@ async def with_deadline(awaitable: Awaitable[T], seconds: float) -> T:
     seconds. Code that blocks the event loop (``time.sleep``, a long computation) cannot be interrupted here: write it
     as plain ``def``.
     """
-    clock, loop = Clock(), asyncio.get_running_loop()
+    clock = Clock(seconds)
     clock_token = _CLOCK.set(clock)
     try:
         task = asyncio.ensure_future(_errors_only(awaitable))  # the task copies the context, and with it the clock
     finally:
         _CLOCK.reset(clock_token)
-    begin, seconds_left = loop.time(), seconds
-    done_tasks: set[asyncio.Future[T]] = set()
     try:
-        # Repeated, because the clock may have been stopped during the wait. Then some of the time is left.
-        while not done_tasks and seconds_left > 0:
-            done_tasks, _ = await asyncio.wait({task}, timeout=seconds_left)
-            seconds_left = seconds - (loop.time() - begin - clock.waited())
-    except asyncio.CancelledError:
+        async with clock.timeout:
+            await asyncio.wait({task})
+    except (asyncio.CancelledError, TimeoutError) as error:
+        clock.ended = True
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE)
         task.add_done_callback(_retrieve)
+        if isinstance(error, TimeoutError):
+            raise DeadlineExpired from None
         raise
-    if not done_tasks:
-        task.cancel()
-        await asyncio.wait({task}, timeout=GRACE)
-        task.add_done_callback(_retrieve)
-        raise DeadlineExpired
+    clock.ended = True
     if task.cancelled():
         raise RuntimeError("the coroutine was cancelled from within")
     return task.result()

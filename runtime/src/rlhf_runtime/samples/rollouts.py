@@ -179,7 +179,7 @@ class Rollouts:
         trajectory, conversations = Trajectory(row, [], index), list[list[Turn]]()
         try:
             with boundary(RolloutError, label):
-                async with asyncio.timeout(settings.deadline) as context.clock:
+                async with context.clock.timeout:
                     turns = await self.parts.rollout.run(row, seed, context)
             agents = () if self.parts.episodes is None else self.parts.episodes.agents
             conversations = check_turns(turns, self.parts.experts, agents, self.parts.vocabulary)
@@ -190,7 +190,7 @@ class Rollouts:
             trajectory.status, trajectory.error = "failed", f"RolloutError: {label} {error}"
         except RlhfError as error:
             # boundary() has turned the TimeoutError of the clock into a RolloutError.
-            late = context.clock is not None and context.clock.expired()
+            late = context.clock.timeout.expired()
             cause = f"took over stream.rollout_deadline = {settings.deadline} s outside generation" if late else error
             trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {cause}"
         finally:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import numbers
 import sys
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from rlhf.seeds import derive_seed
 from rlhf.types import ExpertLayers, GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 from rlhf.types.images import joined_images
 
+from rlhf_runtime.calls.deadlines import Clock
 from rlhf_runtime.data.messages import Messages
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.data.tokenizer import with_stop_tokens
@@ -74,11 +74,7 @@ class SampleContext(RolloutContext):
         """Turns that are not returned."""
         self._answers: dict[int, tuple[int, Turn, Turn]] = {}
         """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
-        self.clock: asyncio.Timeout | None = None
-        self._waits = 0
-        """Number of running calls for which the clock is stopped."""
-        self._remaining = settings.deadline
-        """Seconds on the stopped clock."""
+        self.clock = Clock(settings.deadline)
         self.index, self.sampling, self.max_tokens = index, settings.sampling_of(index[1]), settings.max_tokens
         self.training = settings.purpose == TRAINING
 
@@ -239,7 +235,7 @@ class SampleContext(RolloutContext):
             number, requests = min(batch), list(batch.values())
             arguments = {"group": self.index[0], "sample": self.index[1], "turn": number}
             context = sum(len(request.ids) for request in requests)
-            with self._stopped_clock(), self._slice.child("turn", context=context, **arguments) as slice:
+            with self.clock.stopped(), self._slice.child("turn", context=context, **arguments) as slice:
                 turns = await self._requests.generate((*self.index, number), requests)
                 versions = [version for turn in turns for _, version in turn.versions]
                 slice.add(tokens=sum(len(turn.ids) for turn in turns), versions=versions)
@@ -255,7 +251,7 @@ class SampleContext(RolloutContext):
         group = Group(row, self.index[0], [Trajectory(row, turns, self.index) for turns in plain])
         for trajectory in group.trajectories:
             trajectory.status = "truncated" if trajectory.truncated else "ok"
-        with self._stopped_clock():
+        with self.clock.stopped():  # the rewards wait for other samples, and have deadlines of their own
             await scorer.score(group, trained_on=False)
         self.gives_rewards = True
         rewards = []
@@ -266,21 +262,6 @@ class SampleContext(RolloutContext):
                 raise RewardError(f"answer {number} that the rollout scores has no reward: {cause}")
             rewards.append(reward)
         return rewards
-
-    @contextmanager
-    def _stopped_clock(self) -> Iterator[None]:
-        """Stop the sample's deadline during generation and scoring, which wait for other samples."""
-        loop, clock = asyncio.get_running_loop(), self.clock
-        if clock is not None and (end := clock.when()) is not None:
-            self._remaining = end - loop.time()
-            clock.reschedule(None)
-        self._waits += 1
-        try:
-            yield
-        finally:
-            self._waits -= 1
-            if clock is not None and not self._waits:
-                clock.reschedule(loop.time() + self._remaining)
 
     def report(self, name: str, value: float) -> None:
         if not isinstance(name, str) or not name:
