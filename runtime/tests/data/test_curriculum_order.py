@@ -11,7 +11,7 @@ from rlhf.interfaces import Curriculum
 from rlhf.types import Group, Row, Trajectory
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.row_order import ChosenOrder
+from rlhf_runtime.data.row_order import CurriculumOrder
 
 
 class Says(Curriculum):
@@ -41,8 +41,8 @@ def make(tmp_path, chars):
             sources.append(SourceSection(path=str(path)))
         train_data = TrainData(DataSection(train=tuple(sources), **section), chars, "prompts", 7)
         train_data.choose_by(curriculum(), 5)
-        assert isinstance(train_data.chosen, ChosenOrder)
-        return train_data, train_data.chosen.curriculum
+        assert isinstance(train_data.curriculum, CurriculumOrder)
+        return train_data, train_data.curriculum.plugin
 
     return data
 
@@ -64,7 +64,7 @@ def test_rows_are_counted_over_the_sources(make):
     says.answer = lambda n, step: [4, 0, 4]
     rows = data.take(3, 0)
     assert ids(rows) == [("b", 1), ("a", 0), ("b", 1)]
-    assert [data.chosen.rows.position(row) for row in rows] == [4, 0, 4]
+    assert [data.curriculum.rows.position(row) for row in rows] == [4, 0, 4]
     assert data.epoch == 3 / 5
 
 
@@ -75,7 +75,7 @@ def test_rows_that_are_left_out_have_no_position(make):
     assert list(says.rows.values("n")) == [1, 2, 1]
     assert says.rows.location(1).endswith("a.jsonl, line 3")
     assert ids(data.take(3)) == [("a", 0), ("a", 2), ("b", 1)]
-    assert [data.chosen.rows.position(Row({}, *key)) for key in (("a", 2), ("b", 1))] == [1, 2]
+    assert [data.curriculum.rows.position(Row({}, *key)) for key in (("a", 2), ("b", 1))] == [1, 2]
 
 
 def test_a_source_without_usable_rows_is_none(make):
@@ -141,7 +141,8 @@ def test_what_a_curriculum_raises_is_attributed_to_it(make, method):
         raise ZeroDivisionError("no")
 
     setattr(curriculum, method, broken)
-    calls = {"choose": lambda: data.take(1), "finished": lambda: data.chosen.tell([]), "metrics": data.chosen.metrics}
+    order = data.curriculum
+    calls = {"choose": lambda: data.take(1), "finished": lambda: order.tell([]), "metrics": order.metrics}
     with pytest.raises(PluginError, match=rf"{method}\(\) of curriculum 'says' raised ZeroDivisionError: no"):
         calls[method]()
 
@@ -153,7 +154,7 @@ def test_what_it_is_told_of_a_group(make):
     for sample, score in zip(samples, (1.0, 0.5, None, 0.0), strict=True):
         sample.score = score
     samples[3].status = "failed"
-    result = data.chosen.finished_group(Group(row, 4, samples), 2, "filtered")
+    result = data.curriculum.finished_group(Group(row, 4, samples), 2, "filtered")
     assert (result.row, result.number, result.step, result.scores, result.outcome) == (3, 4, 2, (1.0, 0.5), "filtered")
 
 
@@ -170,7 +171,7 @@ def test_the_count_of_rows_is_resumed_and_other_data_refused(make):
 
 
 def test_damaged_results_of_a_checkpoint_are_refused(make):
-    order = make()[0].chosen
+    order = make()[0].curriculum
     saved = {"row": 4, "number": 0, "step": 0, "scores": [1.0], "outcome": "kept"}
     assert order.restored([saved])[0].scores == (1.0,)
     with pytest.raises(CheckpointError, match="names row 5; the data has the positions 0 to 4"):

@@ -31,6 +31,16 @@ def test_a_reward_is_saved_with_the_samples_that_it_scored() -> None:
             return {"scored": reward.scored}, []
 
     algorithm = SimpleNamespace(parts={}, state_dict=dict)
-    state = RunState(algorithm, {}, (), None, Going(), {"own": reward}, {}, None, SimpleNamespace(changes={}))
+    state = RunState(
+        algorithm,
+        {},
+        (),
+        SimpleNamespace(curriculum=None),
+        Going(),
+        {"own": reward},
+        {},
+        None,
+        SimpleNamespace(changes={}),
+    )
     values = state.collect(3).values
     assert values["components"]["reward.own"] == values["stream"] == {"scored": 1}

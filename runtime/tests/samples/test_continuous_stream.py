@@ -17,7 +17,7 @@ from rlhf.types import GenerationRequest, Group, Row, Sampling, Turn
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
 from rlhf_runtime.samples import continuous_stream
-from rlhf_runtime.samples.continuous_stream import AT_ONCE, ChosenRows, ContinuousStream
+from rlhf_runtime.samples.continuous_stream import AT_ONCE, ContinuousCurriculum, ContinuousStream
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.samples.sample_context import SampleParts
@@ -33,7 +33,7 @@ def row(index: int) -> Row:
 class Numbers:
     """Rows 0, 1, 2, ..."""
 
-    next = 0
+    curriculum, next = None, 0
 
     def take(self, n: int) -> list[Row]:
         self.next += n
@@ -305,7 +305,7 @@ def test_engines_are_repaired_on_the_main_thread_while_nothing_ends(stream, monk
 def test_a_checkpoint_counts_all_rows_of_a_batch_that_is_being_started(stream) -> None:
     """A curriculum chooses the rows of a batch together. The checkpoint is saved when the first of them is answered."""
 
-    class Chosen(ChosenRows):
+    class Chosen(ContinuousCurriculum):
         def take(self, batches: int, pending: int, room: int) -> list[Row]:
             return self._rows.take(room)
 
@@ -325,7 +325,7 @@ def test_a_checkpoint_counts_all_rows_of_a_batch_that_is_being_started(stream) -
 
     engine, many = Saves(100), 10 * AT_ONCE
     source = stream(engine, batch_size=many, total_steps=1, staleness=0)
-    source.chosen_rows = Chosen(source.rows, None, many)  # type: ignore[arg-type]
+    source.curriculum = Chosen(source.rows, None, many)  # type: ignore[arg-type]
     source.start(0)
     source.take(0)
     assert engine.state is not None

@@ -16,6 +16,8 @@ from rlhf_runtime.samples.stream import WaveStream
 class Counting:
     """Rows 0, 1, 2, ... for ever."""
 
+    curriculum = None
+
     def __init__(self):
         self.next = 0
 
@@ -328,16 +330,16 @@ class Asking(Counting):
 
     def __init__(self, knowing):
         super().__init__()
-        self.knowing = knowing
+        self.curriculum = knowing
 
     def take(self, n, step):
-        self.knowing.knew.setdefault(step, []).append([(g.step, g.row) for g in self.knowing.told])
+        self.curriculum.knew.setdefault(step, []).append([(g.step, g.row) for g in self.curriculum.told])
         return super().take(n, step)
 
 
 def with_curriculum(rollouts, **changes):
     knowing = Knowing()
-    source = stream(rollouts, row_order=knowing, **changes)
+    source = stream(rollouts, **changes)
     source.rows = Asking(knowing)
     return source, knowing
 

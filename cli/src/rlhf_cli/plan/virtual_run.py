@@ -247,7 +247,7 @@ def virtual_run(
     else:
         options["round"] = section.round
     rollouts = VirtualRollouts(speeds, pool, main, limit, section.mode == "continuous")
-    rows = SimpleNamespace(take=lambda n, step=0: [Row({}, "", 0)] * n)
+    rows = SimpleNamespace(take=lambda n, step=0: [Row({}, "", 0)] * n, curriculum=None)
     make: Any = ContinuousStream if section.mode == "continuous" else WaveStream
     stream: Stream = make(rows, rollouts, settings, acceptance=acceptance, **options)
     learn = speeds.learn(batch_size * settings.samples)

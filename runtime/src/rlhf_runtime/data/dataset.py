@@ -21,7 +21,7 @@ from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.loading import load_source
 from rlhf_runtime.data.ranked_pairs import all_pairs
 from rlhf_runtime.data.row_images import NO_IMAGES, has_images
-from rlhf_runtime.data.row_order import ChosenOrder, RowOrder, UsableRows
+from rlhf_runtime.data.row_order import CurriculumOrder, RowOrder, UsableRows
 from rlhf_runtime.data.row_rules import RowVerdict, check_labels, judge
 from rlhf_runtime.data.source_layouts import set_layouts
 from rlhf_runtime.data.sources import Source
@@ -81,7 +81,7 @@ class TrainData:
             columns = [s.layout.columns["label"] for s in self._train if s.layout is not None]
             check_labels(self._train, columns, section.bad_rows == "drop")
         self.order = RowOrder(self._train, seed, section.shuffle)
-        self.chosen: ChosenOrder | None = None
+        self.curriculum: CurriculumOrder | None = None
         """The same object as :attr:`order`, if a curriculum chooses the rows."""
         self.dropped = 0
         """Number of training rows left out so far because they are too long."""
@@ -130,7 +130,7 @@ class TrainData:
         errors of the curriculum if the data does not fit it.
         """
         rows = UsableRows(self._train, self._usable(), self.order.seed)
-        self.order = self.chosen = ChosenOrder(self.order, curriculum, rows, total_steps)
+        self.order = self.curriculum = CurriculumOrder(self.order, curriculum, rows, total_steps)
 
     def take(self, n: int, step: int = 0) -> list[Row]:
         """The next ``n`` usable rows.
@@ -144,8 +144,8 @@ class TrainData:
         """
         rows: list[Row] = []
         self._examples = {}
-        if self.chosen is not None:
-            rows = self.chosen.choose(n, step)
+        if self.curriculum is not None:
+            rows = self.curriculum.choose(n, step)
             for row in rows:
                 self._fits(row, self._train)  # raises if it does not
             return rows

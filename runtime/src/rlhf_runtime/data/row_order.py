@@ -206,14 +206,14 @@ class UsableRows(TrainingRows):
         return self._sources[row_source.name], self._indices[row_source.name][position - row_source.first]
 
 
-class ChosenOrder(RowOrder):
+class CurriculumOrder(RowOrder):
     """Rows that a curriculum chooses. The state of this order is the number of drawn rows and the identity of the data.
     The state of the curriculum is saved with the run's other components."""
 
     def __init__(self, order: RowOrder, curriculum: Curriculum, rows: UsableRows, total_steps: int) -> None:
         super().__init__(order.sources, order.seed, order.shuffle)
         self._pools, self._positions, self._cumulative = [self.sources], [0], None
-        self.rows, self.curriculum = rows, curriculum
+        self.rows, self.plugin = rows, curriculum
         self._name = f"curriculum {curriculum.name!r}"
         self._step = -1
         self._batch: set[int] = set()
@@ -234,7 +234,7 @@ class ChosenOrder(RowOrder):
         it promises not to.
         """
         with boundary(PluginError, f"choose() of {self._name}"):
-            chosen = self.curriculum.choose(n, step)
+            chosen = self.plugin.choose(n, step)
         if not isinstance(chosen, Sequence) and not hasattr(chosen, "__array__"):
             raise self._refused(n, step, f"returned {brief(chosen)} instead of a sequence of positions")
         positions = [self._position(value, n, step) for value in chosen]
@@ -243,7 +243,7 @@ class ChosenOrder(RowOrder):
         if step != self._step:
             self._step, self._batch = step, set()
         for position in positions:
-            if position in self._batch and not self.curriculum.repeats:
+            if position in self._batch and not self.plugin.repeats:
                 location = self.rows.location(position)
                 raise self._refused(
                     n, step, f"chose row {position} ({location}) twice for one batch, though it sets repeats = False"
@@ -274,12 +274,12 @@ class ChosenOrder(RowOrder):
     def tell(self, groups: Sequence[FinishedGroup]) -> None:
         """Pass the results of the rows of a batch to the curriculum, right before the batch is trained on."""
         with boundary(PluginError, f"finished() of {self._name}"):
-            self.curriculum.finished(groups)
+            self.plugin.finished(groups)
 
     def metrics(self) -> dict[str, float]:
         """The curriculum's metrics of the last chosen batch, named as in ``metrics.jsonl``."""
         with boundary(PluginError, f"metrics() of {self._name}"):
-            return {f"curriculum/{key}": float(value) for key, value in self.curriculum.metrics().items()}
+            return {f"curriculum/{key}": float(value) for key, value in self.plugin.metrics().items()}
 
     def take(self, n: int) -> list[Row]:
         raise AssertionError("a curriculum chooses rows for a step: call choose()")
@@ -298,5 +298,5 @@ class ChosenOrder(RowOrder):
     def _refused(self, n: int, step: int, problem: str) -> PluginError:
         return PluginError(
             f"choose({n}, {step}) of {self._name} {problem}. This is a bug in the plugin: `rlhf plugins check "
-            f"{self.curriculum.name}` shows it; report it to the plugin's author."
+            f"{self.plugin.name}` shows it; report it to the plugin's author."
         )

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 from rlhf.errors import CheckpointError, boundary, brief
-from rlhf.interfaces import Algorithm, Component, Curriculum, Observer, Reward, Rollout
+from rlhf.interfaces import Algorithm, Component, Observer, Reward, Rollout
 from rlhf.interfaces.curriculum import Outcome
 from rlhf.saved import Counter, Saved, refuse, validated
 from rlhf.types import Group
@@ -99,8 +99,8 @@ class SavedPending(Saved):
     """For each sample, for each of its turns: its number and the checksum of its context."""
 
 
-class SavedChosenRows(Saved):
-    """The state of a :class:`rlhf_runtime.samples.continuous_stream.ChosenRows`."""
+class SavedCurriculum(Saved):
+    """The state of a :class:`rlhf_runtime.samples.continuous_stream.ContinuousCurriculum`."""
 
     step: Counter
     rejected: list[SavedGroup]
@@ -119,7 +119,7 @@ class SavedContinuousStream(Saved):
     pending: list[SavedPending]
     unfinished_tokens: Counter
     """Number of tokens of turns that were being sampled. A resume samples these turns again."""
-    chosen: SavedChosenRows | None = None
+    chosen: SavedCurriculum | None = None
     """Absent without a curriculum."""
 
 
@@ -200,7 +200,6 @@ class RunState:
         observers: Mapping[str, Observer],
         best: BestTracker | None,
         control: Control,
-        curriculum: Curriculum | None = None,
         rollout: Rollout | None = None,
     ) -> None:
         self.roles, self.data, self.stream, self.best, self.control = roles, data, stream, best, control
@@ -211,8 +210,8 @@ class RunState:
         """Every component whose state is in the checkpoint, by a stable name."""
         self.components |= {f"algorithm.{slot}": part for slot, part in algorithm.parts.items()}
         self.components |= {f"reward.{name}": reward for name, reward in rewards.items()}
-        if curriculum is not None:
-            self.components["curriculum"] = curriculum
+        if data.curriculum is not None:
+            self.components["curriculum"] = data.curriculum.plugin
         # Most rollouts keep none, and checkpoints of earlier releases have no entry for them.
         if rollout is not None and type(rollout).state_dict is not Component.state_dict:
             self.components["rollout"] = rollout

@@ -219,8 +219,8 @@ class Run:
             save, show = self.config.checkpoint.save_rollouts, _due(steps_done, self.config.run.show_samples)
             prompt_of = self.data.template.prompt_of
             metrics |= self.reports.samples(steps_done, ready, save, show, prompt_of, self.algorithm.run)
-        elif self.data.chosen is not None:
-            metrics |= self.data.chosen.metrics()
+        elif self.data.curriculum is not None:
+            metrics |= self.data.curriculum.metrics()
         if self.config.stream.replay is None:  # a replay draws no rows
             metrics["epoch"] = self.data.epoch
         if self.config.data.too_long == "drop":

@@ -19,7 +19,8 @@ Checkpoints: a checkpoint contains the order of rows and every pending group. A 
 group that is not scored is saved with the turns sampled so far, and its rollouts run again with these turns. So each
 prompt is trained on once, rejected by a named rule, or still to come.
 
-A curriculum is called on the event loop, to choose rows and to receive results of groups (:class:`ChosenRows`).
+A curriculum is called on the event loop, to choose rows and to receive results of groups
+(:class:`ContinuousCurriculum`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rlhf.saved import WAY_OUT
 from rlhf.types import Group, Row
 
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.row_order import ChosenOrder
+from rlhf_runtime.data.row_order import CurriculumOrder
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.pending_groups import Order, Pending, PendingGroups, age
 from rlhf_runtime.samples.requests import SingleRequests
@@ -84,14 +85,13 @@ class ContinuousStream(Stream):
         order: Order = "submission",
         oversample: float | None = None,
         acceptance: Acceptance | None = None,
-        row_order: ChosenOrder | None = None,
         count: Count = no_count,
     ) -> None:
         assert rollouts.pool is not None
         self.rows, self.rollouts, self.settings, self.pool = rows, rollouts, settings, rollouts.pool
         self.acceptance = acceptance or Acceptance()
-        self.chosen_rows = None if row_order is None else ChosenRows(rows, row_order, batch_size)
-        """The rows that a curriculum chose, if one decides the order of ``rows``."""
+        self.curriculum = None if rows.curriculum is None else ContinuousCurriculum(rows, rows.curriculum, batch_size)
+        """None if no curriculum decides the order of ``rows``."""
         self.count = count
         """Shows how many of the groups that a batch waits for are scored."""
         self.pending = PendingGroups(batch_size, total_steps, staleness, order, oversample)
@@ -147,8 +147,8 @@ class ContinuousStream(Stream):
         self._counts |= state["counts"]
         # Turns that were being sampled are not in the checkpoint, so their tokens are sampled a second time.
         self._counts[RESTARTED["resume"]] += state["unfinished_tokens"]
-        if self.chosen_rows is not None:
-            self.chosen_rows.load_state_dict(state.get("chosen"))
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state.get("chosen"))
         for saved, group in zip(state["pending"], groups, strict=True):
             self.pending.add(Pending.restored(saved, group))
 
@@ -183,8 +183,8 @@ class ContinuousStream(Stream):
                 return
             rows = (
                 self.rows.take(1)
-                if self.chosen_rows is None
-                else self.chosen_rows.take(self.batches_taken, len(self.pending), room)
+                if self.curriculum is None
+                else self.curriculum.take(self.batches_taken, len(self.pending), room)
             )
             # A checkpoint may be saved during sleep(): a row that was taken must be counted and in a pending group by
             # then.
@@ -231,8 +231,8 @@ class ContinuousStream(Stream):
             return
         self.pending.remove(pending)
         self._rejected += 1
-        if self.chosen_rows is not None:
-            self.chosen_rows.rejected(group, outcome)
+        if self.curriculum is not None:
+            self.curriculum.rejected(group, outcome)
 
     async def _take(self, step: int) -> ReadyBatch:
         batch: list[Pending] | None = None
@@ -286,7 +286,7 @@ class ContinuousStream(Stream):
         counts |= {"short": float(self.pending.batch_size - len(groups)), "oldest": float(max(ages, default=0))}
         counts["age"] = float(median(ages)) if ages else 0.0
         counts |= {"running": float(self.pending.running), "waiting": float(len(self.pending) - self.pending.running)}
-        metrics = {} if self.chosen_rows is None else self.chosen_rows.finish(step, groups)
+        metrics = {} if self.curriculum is None else self.curriculum.finish(step, groups)
         return ReadyBatch(groups, version, counts, curriculum_metrics=metrics)
 
     def _new_counts(self) -> dict[str, float]:
@@ -311,8 +311,8 @@ class ContinuousStream(Stream):
             "unfinished_tokens": self.pool.unfinished_tokens() if self._requests is not None else 0,
             "pending": [state for state, _ in saved],
         }
-        if self.chosen_rows is not None:
-            state["chosen"] = self.chosen_rows.state_dict()
+        if self.curriculum is not None:
+            state["chosen"] = self.curriculum.state_dict()
         return state, [group for _, group in saved]
 
     async def _end(self) -> None:
@@ -322,7 +322,7 @@ class ContinuousStream(Stream):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class ChosenRows:
+class ContinuousCurriculum:
     """Lets a curriculum choose the rows of groups when the groups are started. At that moment the curriculum has
     received the groups of every batch that was taken before, and every group that was rejected before the last of these
     batches was taken.
@@ -332,7 +332,7 @@ class ChosenRows:
     batches 0 to n - staleness - 1, as in waves.
     """
 
-    def __init__(self, rows: TrainData, order: ChosenOrder, batch_size: int) -> None:
+    def __init__(self, rows: TrainData, order: CurriculumOrder, batch_size: int) -> None:
         self._rows, self._order, self._batch_size = rows, order, batch_size
         self._step = 0
         """The step for which rows were last chosen."""

@@ -17,7 +17,6 @@ from rlhf.types import Group
 
 from rlhf_runtime.checkpoint.saved_groups import FindRow, read_groups
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.row_order import ChosenOrder
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.pending_groups import oldest_version
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
@@ -168,14 +167,11 @@ class WaveStream(Stream):
         staleness: int = 0,
         round: int = 1,
         acceptance: Acceptance | None = None,
-        row_order: ChosenOrder | None = None,
         count: Count = no_count,
     ) -> None:
         self.rows, self.rollouts, self.settings = rows, rollouts, settings
         self.batch_size, self.total_steps, self.staleness, self.round = batch_size, total_steps, staleness, round
         self.acceptance = acceptance or Acceptance()
-        self.row_order = row_order
-        """The order of ``rows``, if a curriculum decides it."""
         self.count = count
         """Shows how many of the samples that are drawn together have ended."""
         self.generated = 0
@@ -222,8 +218,8 @@ class WaveStream(Stream):
             oldest_ready = f"the oldest batch that is ready is of step {oldest}" if self.ready else "no batch is ready"
             raise TrainingError(f"the batch of step {step} was requested, but {oldest_ready}; call start({step}) first")
         batch = self.ready.popleft()
-        if self.row_order is not None:
-            self.row_order.tell(batch.finished)
+        if self.rows.curriculum is not None:
+            self.rows.curriculum.tell(batch.finished)
         return batch
 
     def _generate(self) -> ReadyBatch:
@@ -242,10 +238,10 @@ class WaveStream(Stream):
                 part, outcome = self.acceptance.accept(group, counts)
                 if part is not None:
                     accepted.append(part)
-                if self.row_order is not None:
-                    finished.append(self.row_order.finished_group(group, self.generated, outcome))
+                if self.rows.curriculum is not None:
+                    finished.append(self.rows.curriculum.finished_group(group, self.generated, outcome))
         counts["short"] = float(self.batch_size - len(accepted))
-        metrics = self.row_order.metrics() if self.row_order is not None else {}
+        metrics = self.rows.curriculum.metrics() if self.rows.curriculum is not None else {}
         return ReadyBatch(accepted, self.rollouts.generator.version, counts, finished, metrics)
 
     def snapshot(self, hook: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
@@ -260,7 +256,7 @@ class WaveStream(Stream):
 
     def _saved(self, batch: ReadyBatch) -> dict[str, Any]:
         saved = {"version": batch.version, "counts": batch.counts, "groups": len(batch.groups)}
-        if self.row_order is not None:
+        if self.rows.curriculum is not None:
             saved |= {"finished": [asdict(group) for group in batch.finished], "chosen": batch.curriculum_metrics}
         return saved
 
@@ -277,8 +273,8 @@ class WaveStream(Stream):
         for ready in state["ready"]:
             end = start + ready["groups"]
             batch = ReadyBatch(list(groups[start:end]), ready["version"], dict(ready["counts"]))
-            if self.row_order is not None:
-                batch.finished = self.row_order.restored(ready.get("finished"))
+            if self.rows.curriculum is not None:
+                batch.finished = self.rows.curriculum.restored(ready.get("finished"))
                 batch.curriculum_metrics = dict(ready.get("chosen", {}))
             self.ready.append(batch)
             start = end

@@ -199,7 +199,6 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
         prepared.observers,
         best,
         control,
-        prepared.curriculum,
         prepared.rollout,
     )
     measure = Throughput(roles, prepared.places, sampler, config.run.peak_tflops).of_step
@@ -331,7 +330,7 @@ def row_check(prepared: Prepared) -> RowCheck:
     """Checks the rows of the run's first steps. A resumed run checks none, because its first start did."""
     config = prepared.config
     rows = prepared.total_steps * config.data.batch_size
-    if prepared.curriculum is not None:  # the curriculum may choose any row
+    if prepared.data.curriculum is not None:  # the curriculum may choose any row
         rows = prepared.data.rows_per_epoch
     return RowCheck(prepared.data, 0 if config.run.resume else rows)
 
@@ -407,7 +406,6 @@ def training_stream(
         "total_steps": prepared.total_steps,
         "staleness": section.staleness,
         "acceptance": Acceptance(section.filter, section.on_failed_sample, needs.group_min, needs.reward, timeline),
-        "row_order": prepared.data.chosen,
     }
     if section.mode == "waves":
         common["count"] = functools.partial(count, "samples")

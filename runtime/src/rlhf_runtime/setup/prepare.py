@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from rlhf.errors import ConfigError, PluginError, boundary
-from rlhf.interfaces import GENERATOR, Curriculum, ModelSpec, Observer, Place, Precision, Trainer
+from rlhf.interfaces import GENERATOR, ModelSpec, Observer, Place, Precision, Trainer
 from rlhf.plugins import Plugins, Resolved
 from rlhf_hub.hub import Commits
 
@@ -67,8 +67,6 @@ class Prepared(PlacedPlugins):
     total_steps: int
     episodes: Episodes | None
     """None if the run has no environment."""
-    curriculum: Curriculum | None
-    """Chooses the rows of each batch; None: the rows come in the order of the data."""
     observers: Mapping[str, Observer]
     resolve: Callable[[RunFile], RunFile]
     """Fills in the plugins' options of a changed run file."""
@@ -108,9 +106,8 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
     tokenizer, images = _tokenizer(plugins_of_run), _images(plugins_of_run)
     data = _read_data(plugins_of_run, tokenizer, images, previous_start.get("template_day"))
     steps = total_steps(config, data.rows_per_epoch)
-    curriculum: Curriculum | None = parts["curriculum"].build() if "curriculum" in parts else None
-    if curriculum is not None:
-        data.choose_by(curriculum, steps)
+    if "curriculum" in parts:
+        data.choose_by(parts["curriculum"].build(), steps)
     schedule = UpdateSchedule.of(algorithm, steps)
     check_roles(plugins_of_run, steps, schedule.total(), schedule)
     places = plugins_of_run.places_on(device_here())
@@ -143,7 +140,6 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
         specs=specs,
         schedule=schedule,
         episodes=episodes,
-        curriculum=curriculum,
         observers={name: selection.build() for name, selection in observers.items()},
         plugins=list({(r.kind, r.ref): r for r in used}.values()),
         places=places,
