@@ -14,7 +14,7 @@ from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf_runtime.checkpoint.saved_groups import read_groups
 from rlhf_runtime.config.load import load
-from rlhf_runtime.loop.learn import learn
+from rlhf_runtime.loop.learn import LearnReports, learn
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.setup.launch import launch_roles
 from rlhf_runtime.setup.prepare import Prepared, prepare
@@ -83,7 +83,7 @@ def learn_recorded(run: Prepared, roles: Mapping[str, Role], first: Finished) ->
     batches = recorded_batches(run, first)
     learnt = Learnt(first_gradients(run, roles, batches[0]))
     for step, batch in enumerate(batches):
-        metrics = learn(batch, run.algorithm, roles, run.config.run.seed, step)
+        metrics = learn(batch, run.algorithm, roles, run.config.run.seed, step, LearnReports())
         learnt.steps.append(metrics)
     return learnt
 

@@ -8,7 +8,7 @@ from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Annotation, Update
-from rlhf_runtime.loop.learn import learn, minibatches, train
+from rlhf_runtime.loop.learn import LearnReports, learn, minibatches, train
 
 from tests.support.losses import NllLoss
 
@@ -31,6 +31,14 @@ class Told:
         return self.results.pop(0)
 
 
+class Skips(LearnReports):
+    def __init__(self):
+        self.events = []
+
+    def skipped(self, step, reason, minibatch):
+        self.events.append((step, reason, minibatch))
+
+
 class Plain(NllLoss):
     name = "plain"
 
@@ -50,8 +58,8 @@ def step(loss, ratio, count, norm, lr, skipped=""):
 
 
 def test_losses_are_averaged_over_optimizer_steps_and_counted_values_over_what_was_counted():
-    role, skips = Told(step(1.0, 6.0, 2.0, 3.0, 0.3), step(4.0, 2.0, 6.0, 5.0, 0.2)), []
-    metrics = train(batch(), Plain(), {"policy": role}, Update("policy", "plain", minibatches=2), 0, 0, skips.append)
+    role, skips = Told(step(1.0, 6.0, 2.0, 3.0, 0.3), step(4.0, 2.0, 6.0, 5.0, 0.2)), Skips()
+    metrics = train(batch(), Plain(), {"policy": role}, Update("policy", "plain", minibatches=2), 0, 0, skips)
     assert metrics == {
         "policy/loss": 2.5,  # (1 + 4) / 2 optimizer steps
         "policy/ratio": 1.0,  # (6 + 2) / (2 + 6) tokens
@@ -59,15 +67,15 @@ def test_losses_are_averaged_over_optimizer_steps_and_counted_values_over_what_w
         "policy/grad_norm": 4.0,
         "policy/skipped": 0.0,
     }
-    assert skips == []
+    assert skips.events == []
 
 
 def test_a_skipped_optimizer_step_is_counted_and_kept_and_its_numbers_are_left_out():
     nan = float("nan")
     role = Told(step(1.0, 6.0, 2.0, 3.0, 0.3), step(nan, nan, 2.0, nan, 0.3, "a gradient is nan"))
-    skips = []
+    skips = Skips()
     update = Update("policy", "plain", minibatches=2)
-    metrics = train(batch(), Plain(), {"policy": role}, update, 0, 0, lambda *event: skips.append(event))
+    metrics = train(batch(), Plain(), {"policy": role}, update, 0, 2, skips)
     assert metrics == {
         "policy/loss": 1.0,
         "policy/ratio": 3.0,
@@ -75,22 +83,22 @@ def test_a_skipped_optimizer_step_is_counted_and_kept_and_its_numbers_are_left_o
         "policy/grad_norm": 3.0,
         "policy/skipped": 1.0,
     }
-    [(reason, minibatch)] = skips
-    assert reason == "policy: a gradient is nan"
+    [(number, reason, minibatch)] = skips.events
+    assert (number, reason) == (2, "policy: a gradient is nan")
     assert torch.equal(minibatch.ids_N, role.trained[1].ids_N)
 
 
 def test_a_step_of_skipped_optimizer_steps_only_has_no_gradient_norm():
     """By its absence a run tells that no weight moved (``updates`` of a run)."""
     role = Told(step(1.0, 6.0, 2.0, 3.0, 0.3, "a gradient is nan"))
-    metrics = train(batch(), Plain(), {"policy": role}, Update("policy", "plain"), 0, 0, lambda *event: None)
+    metrics = train(batch(), Plain(), {"policy": role}, Update("policy", "plain"), 0, 0, LearnReports())
     assert metrics == {"policy/lr": 0.3, "policy/skipped": 1.0}
 
 
 def test_each_minibatch_is_weighed_alone_after_a_prepass_with_the_current_weights():
     role = Told(*[step(0.0, 0.0, 1.0, 1.0, 0.1)] * 4)
     loss = Plain((Annotation("policy", "logprobs", "now"),))
-    train(batch(), loss, {"policy": role}, Update("policy", "plain", epochs=2, minibatches=2), 0, 0, print)
+    train(batch(), loss, {"policy": role}, Update("policy", "plain", epochs=2, minibatches=2), 0, 0, LearnReports())
     assert role.asked == [(2, ["now"])] * 4
     for number, minibatch in enumerate(
         role.trained
@@ -121,7 +129,7 @@ def test_errors_before_an_optimizer_step_name_the_loss_or_the_algorithm():
 
     role = Told()
     with pytest.raises(TrainingError, match=r"loss 'plain'.*no pairs"):
-        train(batch(), Refusing(), {"policy": role}, Update("policy", "plain"), 0, 0, print)
+        train(batch(), Refusing(), {"policy": role}, Update("policy", "plain"), 0, 0, LearnReports())
     assert role.trained == []
 
     def credit(batch):
@@ -129,16 +137,24 @@ def test_errors_before_an_optimizer_step_name_the_loss_or_the_algorithm():
 
     broken = SimpleNamespace(name="broken", annotations=lambda step: [], credit=credit)
     with pytest.raises(TrainingError, match=r"algorithm 'broken'.*no rewards"):
-        learn(batch(), broken, {}, 0, 0)
+        learn(batch(), broken, {}, 0, 0, LearnReports())
 
 
 def test_a_column_is_left_out_by_a_single_optimizer_step_only():
     live = {"old_logprobs": "logprobs"}
     for changes in ({"epochs": 2}, {"minibatches": 2}):
         with pytest.raises(TrainingError, match=r"optimizer steps and leaves out \['old_logprobs'\]"):
-            train(batch(), Plain(), {"policy": Told()}, Update("policy", "plain", live=live, **changes), 0, 0, print)
+            train(
+                batch(),
+                Plain(),
+                {"policy": Told()},
+                Update("policy", "plain", live=live, **changes),
+                0,
+                0,
+                LearnReports(),
+            )
     role = Told(step(0.0, 0.0, 1.0, 1.0, 0.1))
-    train(batch(), Plain(), {"policy": role}, Update("policy", "plain", live=live), 0, 0, print)
+    train(batch(), Plain(), {"policy": role}, Update("policy", "plain", live=live), 0, 0, LearnReports())
     assert len(role.trained) == 1
 
 
@@ -153,7 +169,7 @@ def test_every_role_annotates_once_what_is_asked_of_it_and_every_update_reports(
         updates=lambda step, batch: calls.append((step, batch)) or [Update("policy", "one"), Update("critic", "two")],
         parts={"one": Plain(), "two": Plain()},
     )
-    metrics = learn(batch(), algorithm, {"policy": policy, "critic": critic}, 0, 3)
+    metrics = learn(batch(), algorithm, {"policy": policy, "critic": critic}, 0, 3, LearnReports())
     assert policy.asked == [(4, ["a", "c"])]
     assert critic.asked == [(4, ["b"])]
     assert all({"a", "b", "c"} <= set(role.trained[0].tok) for role in (policy, critic))

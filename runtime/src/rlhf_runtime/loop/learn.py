@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -24,30 +24,35 @@ from rlhf_runtime.models.roles import Role
 Metrics = dict[str, float]
 
 
+class LearnReports:
+    """What :func:`learn` reports of a step. This class reports nothing."""
+
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        """Measures the time of a phase."""
+        return nullcontext()
+
+    def count(self, label: str, number: int, total: int) -> None:
+        """Called before each of several optimizer steps of an update."""
+
+    def credited(self, batch: Batch, annotations: Sequence[Annotation]) -> None:
+        """Called with the batch that has advantages, and the annotations in it."""
+
+    def skipped(self, step: int, reason: str, minibatch: Batch) -> None:
+        """Called for every optimizer step whose gradient is not finite. Such a step changes no weights."""
+
+
 def learn(
     batch: Batch,
     algorithm: Algorithm,
     roles: Mapping[str, Role],
     seed: int,
     step: int,
-    keep_skipped: Callable[[str, Batch], None] = lambda reason, batch: None,
-    timed: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
-    count: Callable[[str, int, int], None] = lambda label, number, total: None,
-    credited: Callable[[Batch, Sequence[Annotation]], None] = lambda batch, annotations: None,
+    reports: LearnReports,
 ) -> Metrics:
-    """Annotate the batch, compute advantages from rewards, train every role that the algorithm names.
-
-    Args:
-        keep_skipped: called with (reason, minibatch) for every optimizer step whose gradient is not finite. Such a
-            step changes no weights, and its batch is kept for inspection.
-        timed: measures the time of a phase.
-        count: shows which optimizer step of an update is computed.
-        credited: called with (batch with advantages, its annotations).
-
-    Returns: the metrics of ``credit`` and of the updates.
-    """
+    """Annotate the batch, compute advantages from rewards, train every role that the algorithm names. Returns the
+    metrics of ``credit`` and of the updates."""
     annotations = ask(algorithm, "annotations", step)
-    with timed("annotate") if annotations else nullcontext():
+    with reports.timed("annotate") if annotations else nullcontext():
         # One call for each role, so that annotations of one view share a forward pass.
         for name in dict.fromkeys(a.role for a in annotations):
             role = role_of(roles, name, f"annotations() of {algorithm.name!r}")
@@ -56,12 +61,12 @@ def learn(
         batch, metrics = algorithm.credit(batch)
         updates = algorithm.updates(step, batch)
     metrics = metrics_of(f"credit() of algorithm {algorithm.name!r}", metrics)
-    credited(batch, annotations)
+    reports.credited(batch, annotations)
     for update in updates:
         if isinstance(update, Snapshot):
             snapshot(roles, update)
         else:
-            metrics |= train(batch, algorithm.parts[update.loss], roles, update, seed, step, keep_skipped, count)
+            metrics |= train(batch, algorithm.parts[update.loss], roles, update, seed, step, reports)
     return metrics
 
 
@@ -82,8 +87,7 @@ def train(
     update: Update,
     seed: int,
     step: int,
-    keep_skipped: Callable[[str, Batch], None],
-    count: Callable[[str, int, int], None] = lambda label, number, total: None,
+    reports: LearnReports,
 ) -> Metrics:
     """All optimizer steps of one update; metrics are named ``<role>/<name>``."""
     steps = update.epochs * update.minibatches
@@ -98,13 +102,13 @@ def train(
     result = None
     for number, minibatch in enumerate(minibatches(batch, update, seed, step), 1):
         if steps > 1:
-            count("optimizer step", number, steps)
+            reports.count("optimizer step", number, steps)
         minibatch = loss_batch(minibatch, loss, roles)
         with boundary(TrainingError, f"the update of {update.role!r} with the loss {loss.name!r}"):
             sums, result = role.update(minibatch, loss, update)
         if result.skipped:  # its sums may hold NaN, so they are not in the metrics
             skipped += 1
-            keep_skipped(f"{update.role}: {result.skipped}", minibatch)
+            reports.skipped(step, f"{update.role}: {result.skipped}", minibatch)
         else:
             parts.append(sums)
             grad_norms.append(result.grad_norm)

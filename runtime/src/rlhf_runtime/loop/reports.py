@@ -16,7 +16,7 @@ from rlhf.types.arrays import float_array
 
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, TokenValues, write_groups
-from rlhf_runtime.loop.learn import Metrics
+from rlhf_runtime.loop.learn import LearnReports, Metrics
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.sample_metrics import failure_metrics, info_metrics, source_metrics
@@ -59,7 +59,7 @@ def token_values(batch: Batch, annotations: Sequence[Annotation]) -> TokenValues
     return result
 
 
-class Reports:
+class Reports(LearnReports):
     """Writes one line per step and calls the observers.
 
     Args:
@@ -143,6 +143,15 @@ class Reports:
                 raise
             del self._observers[name]
             self._progress.note(f"{error}. The run continues without this observer until it is resumed")
+
+    def count(self, label: str, number: int, total: int) -> None:
+        self._progress.count(label, number, total)
+
+    def skipped(self, step: int, reason: str, minibatch: Batch) -> None:
+        """Keep the batch of a skipped optimizer step for inspection."""
+        with self._store.writing(self._directory.path / "skipped"):
+            path = self._directory.keep_batch(step + 1, reason, minibatch)
+        self._progress.note(f"optimizer step skipped ({reason}); its batch is kept in {path}")
 
     def credited(self, batch: Batch, annotations: Sequence[Annotation]) -> None:
         """Keep the values computed for each token until the samples of the step are written."""

@@ -14,7 +14,7 @@ from typing import Literal
 from rlhf.errors import RlhfError, TrainingError, boundary
 from rlhf.interfaces import Algorithm, RunInfo
 from rlhf.ops.batch import Batch
-from rlhf.types import Annotation, Snapshot
+from rlhf.types import Snapshot
 from rlhf.types.examples import Example
 
 from rlhf_runtime.calls.algorithm_calls import metrics_of
@@ -140,22 +140,9 @@ class Run:
         """The phase that changes weights: :func:`rlhf_runtime.loop.learn.learn`."""
         self.take_devices_back()
         with self.timed("learn"):
-            metrics = learn(
-                batch,
-                self.algorithm,
-                self.roles,
-                self.config.run.seed,
-                step,
-                keep_skipped=self.keep_skipped,
-                timed=self.timed,
-                count=self.progress.count,
-                credited=self.credited,
-            )
+            metrics = learn(batch, self.algorithm, self.roles, self.config.run.seed, step, self.reports)
         self._catch_up(step)
         return metrics
-
-    def credited(self, batch: Batch, annotations: Sequence[Annotation]) -> None:
-        """Called within :meth:`learn` with the batch that has advantages."""
 
     def take_devices_back(self) -> None:
         """Give the roles the devices that they share with the generator. Called before they learn or save."""
@@ -197,12 +184,6 @@ class Run:
         reason = left_out(counts)
         self.progress.note(f"step {step + 1}: nothing to learn from, no update{reason and f': {reason}'}")
         return {"empty": 1.0}
-
-    def keep_skipped(self, reason: str, batch: Batch) -> None:
-        """Keep the batch of a skipped optimizer step for inspection, and report it."""
-        with self.store.writing(self.directory.path / "skipped"):
-            path = self.directory.keep_batch(self.steps_done + 1, reason, batch)
-        self.progress.note(f"optimizer step skipped ({reason}); its batch is kept in {path}")
 
     def complete(self, step: int, batch: Batch | None, metrics: Metrics, ready: ReadyBatch | None = None) -> None:
         """After learning: adapt, write the samples, and hold the state, so that a later failure loses no step.
@@ -368,9 +349,6 @@ class OnlineRun(Run):
         """Context of the phase that draws and scores samples."""
         with self.timed("generate"), self.sampler.phases.stay_awake():
             yield
-
-    def credited(self, batch: Batch, annotations: Sequence[Annotation]) -> None:
-        self.reports.credited(batch, annotations)
 
     def trains_on(self, version: int) -> bool:
         return self.stream.samples_with(version)
