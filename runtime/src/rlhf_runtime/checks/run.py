@@ -10,7 +10,7 @@ from rlhf.interfaces import GENERATOR, Algorithm, Generator, ModelSpec, Place, R
 from rlhf.interfaces.launcher import check_workers
 from rlhf.ops.batch import Batch
 from rlhf.ops.sample_values import ENV
-from rlhf.plugins import Plugins
+from rlhf.plugins import Plugins, Resolved
 from rlhf.types import Needs, RoleSpec, RunOptions, Sampling
 from rlhf_hub.hub import Commits
 from rlhf_hub.processors import reads_images
@@ -55,6 +55,16 @@ class RunPlugins:
     def trains(self) -> bool:
         """Whether the run file's algorithm is used. False for a job (:func:`job_plugins`)."""
         return "algorithm" in self.selections
+
+    @property
+    def plugins(self) -> list[Resolved]:
+        """Every plugin that the run uses."""
+        observers = [f"observer.{number}" for number in range(len(self.config.observer))]
+        resolved = self.selections.algorithm.plugins() if self.trains else []
+        resolved += [part.resolved for part in self.parts.values()]
+        resolved += [self.selections[path].resolved for path in observers if path in self.selections]
+        resolved += [reward.resolved for reward in self.rewards]
+        return list({(plugin.kind, plugin.ref): plugin for plugin in resolved}.values())
 
     @property
     def has_rewards(self) -> bool:

@@ -13,8 +13,7 @@ from rlhf.types import RoleSpec
 
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checks.order import SCORES, check
-from rlhf_runtime.checks.parts import check_parts
-from rlhf_runtime.checks.run import Job, device_here, job_plugins
+from rlhf_runtime.checks.run import Job, job_plugins
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.tokenizer import check_ids, check_vocabularies, load_tokenizer
@@ -23,7 +22,7 @@ from rlhf_runtime.rewards.reward_models import read_role, score_with_role
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.rewards.shared_passes import SharedPasses
 from rlhf_runtime.setup.launch import launch_roles, make_scorer
-from rlhf_runtime.setup.prepare import PlacedPlugins, with_precision
+from rlhf_runtime.setup.prepare import PlacedPlugins, place
 
 PARTS = ("launcher", "trainer", "rollout", GENERATOR, "curriculum")
 """The plugins whose options are checked in addition to the rewards."""
@@ -70,20 +69,10 @@ def place_rewards(config: RunFile, plugins: Plugins) -> PlacedPlugins:
     )
     tokenizer = load_tokenizer(model, config.policy.trust_remote_code)
     check_ids(model, config.policy.trust_remote_code)
-    places = run.places_on(device_here())
-    specs = {name: run.spec(name, ranks=places[name].ranks) for name in run.roles}
-    specs = with_precision(specs, run.trainer_class)
-    check_parts(run, places, specs, is_local=True)
-    check_vocabularies(replace(run, roles={"policy": RoleSpec("policy")}).spec("policy"), tokenizer, specs.values())
-    used = [*(s.resolved for s in run.parts.values()), *(r.resolved for r in run.rewards)]
-    return PlacedPlugins(
-        **vars(run),
-        tokenizer=tokenizer,
-        specs=specs,
-        schedule=UpdateSchedule(),
-        plugins=list({(r.kind, r.ref): r for r in used}.values()),
-        places=places,
-    )
+    plugins_of_run = place(run, tokenizer, UpdateSchedule())
+    policy_spec = replace(run, roles={"policy": RoleSpec("policy")}).spec("policy")
+    check_vocabularies(policy_spec, tokenizer, plugins_of_run.specs.values())
+    return plugins_of_run
 
 
 def start_scorer(

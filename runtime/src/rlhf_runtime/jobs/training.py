@@ -12,8 +12,7 @@ from rlhf.plugins import Plugins
 from rlhf.types import Needs, RoleSpec
 
 from rlhf_runtime.checks.order import LEARNS_FROM_CLIENTS, check
-from rlhf_runtime.checks.parts import check_parts
-from rlhf_runtime.checks.run import Job, device_here, job_plugins
+from rlhf_runtime.checks.run import Job, job_plugins
 from rlhf_runtime.config.components import Selection
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.config.runfile import RunFile
@@ -22,7 +21,7 @@ from rlhf_runtime.loop.schedule import UpdateSchedule
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_runtime.setup.launch import launch_generator, launch_roles
-from rlhf_runtime.setup.prepare import PlacedPlugins, with_precision
+from rlhf_runtime.setup.prepare import PlacedPlugins, place
 
 CLIENTS_DECIDE = (
     "lr", "betas", "eps", "weight_decay", "max_grad_norm", "optimizer", "muon_lr", "muon_momentum", "schedule",
@@ -65,17 +64,7 @@ def place_policy(config: RunFile, plugins: Plugins) -> PlacedPlugins:
     path = run.model("policy")
     tokenizer = load_tokenizer(path, config.policy.trust_remote_code)
     check_ids(path, config.policy.trust_remote_code)
-    places = run.places_on(device_here())
-    specs = with_precision({"policy": run.spec("policy", ranks=places["policy"].ranks)}, run.trainer_class)
-    check_parts(run, places, specs, is_local=True)
-    return PlacedPlugins(
-        **vars(run),
-        tokenizer=tokenizer,
-        specs=specs,
-        schedule=UpdateSchedule(),
-        plugins=[part.resolved for part in run.parts.values()],
-        places=places,
-    )
+    return place(run, tokenizer, UpdateSchedule())
 
 
 def _problems(config: RunFile, trainer: Selection) -> list[str]:

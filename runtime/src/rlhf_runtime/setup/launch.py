@@ -80,7 +80,7 @@ def _base_of(name: str, prepared: PlacedPlugins, roles: Mapping[str, Role]) -> R
     """The other role whose model, with its adapters disabled, serves as this frozen role. None if this role needs its
     own model."""
     source = roles.get(prepared.base_of(name, prepared.places) or "")
-    if source is None or name in prepared.schedule.snapshots or "base" not in source.facts.views:
+    if source is None or prepared.specs[name].replaced or "base" not in source.facts.views:
         return None
     return Role(prepared.specs[name], source.group, source.budget, view="base")
 

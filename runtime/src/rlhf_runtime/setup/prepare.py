@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError, PluginError, boundary
 from rlhf.interfaces import GENERATOR, ModelSpec, Observer, Place, Precision, Trainer
-from rlhf.plugins import Plugins, Resolved
+from rlhf.plugins import Plugins
 from rlhf_hub.hub import Commits
 
 from rlhf_runtime.checks.order import checked
@@ -52,9 +52,6 @@ class PlacedPlugins(RunPlugins):
     tokenizer: Any
     specs: Mapping[str, ModelSpec]
     """{role: what the trainer loads for it}"""
-    schedule: UpdateSchedule
-    plugins: Sequence[Resolved]
-    """Every plugin that the run uses."""
     places: Mapping[str, Place]
     """The placement of every role, and of the generator if there is one."""
 
@@ -65,6 +62,7 @@ class Prepared(PlacedPlugins):
 
     data: TrainData
     total_steps: int
+    schedule: UpdateSchedule
     episodes: Episodes | None
     """None if the run has no environment."""
     observers: Mapping[str, Observer]
@@ -110,9 +108,8 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
         data.choose_by(parts["curriculum"].build(), steps)
     schedule = UpdateSchedule.of(algorithm, steps)
     check_roles(plugins_of_run, steps, schedule.total(), schedule)
-    places = plugins_of_run.places_on(device_here())
-    specs = _specs(plugins_of_run, schedule, places, data.has_images, previous_start.get("on_processor"))
-    check_parts(plugins_of_run, places, specs, is_local=True)
+    placed_plugins = place(plugins_of_run, tokenizer, schedule, data.has_images, previous_start.get("on_processor"))
+    specs = placed_plugins.specs
     check_vocabularies(specs["policy"], tokenizer, specs.values())
     if data.has_images and isinstance(images, ImageTokens):
         check_image_tokens(images, [specs[role.name] for role in algorithm.needs().roles])
@@ -129,20 +126,13 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
         for number, choice in enumerate(config.observer)
         if (path := f"observer.{number}") in selections
     }
-    used = selections.algorithm.plugins() if plugins_of_run.trains else []
-    used += [selection.resolved for selection in (*parts.values(), *observers.values())]
-    used += [reward.resolved for reward in plugins_of_run.rewards]
     return Prepared(
-        **vars(plugins_of_run),
+        **vars(placed_plugins),
         data=data,
-        tokenizer=tokenizer,
         total_steps=steps,
-        specs=specs,
         schedule=schedule,
         episodes=episodes,
         observers={name: selection.build() for name, selection in observers.items()},
-        plugins=list({(r.kind, r.ref): r for r in used}.values()),
-        places=places,
         resolve=lambda config: Selections.of(plugins, config).config,
     )
 
@@ -190,25 +180,26 @@ def _read_data(
     return data
 
 
-def _specs(
+def place(
     plugins_of_run: RunPlugins,
+    tokenizer: Any,
     schedule: UpdateSchedule,
-    places: Mapping[str, Place],
-    has_images: bool,
-    on_processor: Mapping[str, Any] | None,
-) -> dict[str, ModelSpec]:
-    """What the trainer loads, by role.
+    has_images: bool = False,
+    on_processor: Mapping[str, Any] | None = None,
+) -> PlacedPlugins:
+    """Determine and check what the trainer loads for each role, and on which devices.
 
     Args:
         on_processor: the precision of a CPU that the run's last start measured.
     """
-    updates = schedule.total()
+    updates, places = schedule.total(), plugins_of_run.places_on(device_here())
     specs = {
-        name: plugins_of_run.spec(name, updates.get(name, 0), places[name].ranks, has_images)
-        for name in plugins_of_run.roles
+        name: plugins_of_run.spec(name, updates[name], places[name].ranks, has_images) for name in plugins_of_run.roles
     }
     specs = {name: replace(spec, replaced=name in schedule.snapshots) for name, spec in specs.items()}
-    return with_precision(specs, plugins_of_run.trainer_class, on_processor)
+    specs = with_precision(specs, plugins_of_run.trainer_class, on_processor)
+    check_parts(plugins_of_run, places, specs, is_local=True)
+    return PlacedPlugins(**vars(plugins_of_run), tokenizer=tokenizer, specs=specs, places=places)
 
 
 def _check_rows(plugins_of_run: RunPlugins, data: TrainData, learns: bool) -> None:
