@@ -90,7 +90,7 @@ def planned(size, device="cuda", head="lm", trained=True, checkpointing=False, i
     spec = ModelSpec(RoleSpec("policy", head, trained), "", "fp32", checkpointing, images=True)
     config = TrainingConfig(**options)
     a = arithmetic(config, spec, size, work, device)
-    return a, trainer_memory(Storage(), a, size, work, trained=trained, lora=config.lora).phases
+    return a, trainer_memory(Storage(), a, config, spec, size, work).phases
 
 
 def test_the_tower_is_counted_where_it_is_trained(size):

@@ -28,10 +28,12 @@ def size(tmp_path_factory):
     return read_size(str(tiny_model(tmp_path_factory.mktemp("m") / "model", hidden=64, layers=3)))
 
 
-def memory(size, storage=None, trained=True, device="cuda", lora=None, saved=0, quantization=None, **overrides):
-    a = Arithmetic(**{"tokens": 512, "longest": 64, "device": device} | overrides)
-    options = {"trained": trained, "lora": lora, "saved": saved, "quantization": quantization}
-    return trainer_memory(storage or Storage(), a, size, WORK, **options)
+def memory(size, storage=None, trained=True, device="cuda", lora=None, quantization=None, **overrides):
+    adapters = 0 if lora is None else lora.rank
+    a = Arithmetic(**{"tokens": 512, "longest": 64, "device": device, "adapters": adapters} | overrides)
+    config = TrainingConfig(lora=lora, quantization=quantization)
+    spec = ModelSpec(RoleSpec("policy", "lm", trained), size.path)
+    return trainer_memory(storage or Storage(), a, config, spec, size, WORK)
 
 
 def state(size, storage, phase="rest"):
@@ -118,7 +120,7 @@ def test_ranks_that_divide_layers_hold_a_part_and_read_the_whole(size):
 
 
 def test_adapters_need_little_memory_for_training(size):
-    lora = memory(size, adapters=4)
+    lora = memory(size, lora=LoraOptions(rank=4))
     assert lora.trained == size.adapter_parameters(4)
     assert lora.phases["rest"].device["optimizer"] == 8 * lora.trained
     assert lora.views == ("live", "base")
@@ -134,14 +136,13 @@ def test_lengths_saved_modules_and_quantised_layers_are_counted(size, tmp_path):
     model = load_model(spec, torch.device("cpu"), options)
     train_adapters_only(model.module, None, options.modules_to_save)
     trainable = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
-    saved = saved_parameters(config, spec)
-    assert saved == model.module.get_input_embeddings().weight.numel()
-    usage = memory(size, adapters=4, lora=options, saved=saved)
+    assert saved_parameters(config, spec) == model.module.get_input_embeddings().weight.numel()
+    usage = memory(size, lora=options)
     assert usage.trained == trainable, path
     every = sum(p.numel() for p in model.module.parameters())
     assert usage.phases["rest"].device["weights"] == 4 * (every + trainable), "the first values are kept"
     linear = sum(p.numel() for n, p in model.module.named_parameters() if n.endswith("base_layer.weight"))
-    quantised = memory(size, adapters=4, lora=options.model_copy(update={"quantization": "int8"}), saved=saved)
+    quantised = memory(size, lora=options.model_copy(update={"quantization": "int8"}))
     assert usage.phases["rest"].device["weights"] - quantised.phases["rest"].device["weights"] == 3 * linear
     frozen = [
         memory(size, trained=False, quantization=kind).phases["rest"].device["weights"] for kind in (None, "int8")

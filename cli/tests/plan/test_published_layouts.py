@@ -19,6 +19,7 @@ from rlhf_cli.plan.model_size import read_size
 from rlhf_cli.plan.shortages import make_plan
 from rlhf_cli.plan.units import parse
 from rlhf_modeling.activations import Arithmetic
+from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.storage import Storage
 
@@ -51,7 +52,7 @@ def published_storage(offload: bool = False) -> Memory:
         stored = replace(stored, gathered=2 * min(size.parameters, 10**9 + size.widest))
         tokens = work.micro_tokens or 0
         a = Arithmetic(tokens, work.longest, device="cuda", bf16=True, checkpointing=True)
-        return trainer_memory(stored, a, size, work, trained=trained)
+        return trainer_memory(stored, a, TrainingConfig(), ModelSpec(RoleSpec(name, "lm", trained), ""), size, work)
 
     return memory
 
@@ -61,7 +62,7 @@ def storage_of_2023(name: str, place: Place, size: ModelSize, work: TrainerWork)
     trained, tokens = name in ("policy", "critic"), work.micro_tokens or 0
     stored = replace(zero3(place.ranks, offload=trained), weight_ranks=1)
     a = Arithmetic(tokens, work.longest, device="cuda", bf16=True, checkpointing=trained)
-    return trainer_memory(stored, a, size, work, trained=trained)
+    return trainer_memory(stored, a, TrainingConfig(), ModelSpec(RoleSpec(name, "lm", trained), ""), size, work)
 
 
 def our_storage(stored: str = "fp32", **options: object) -> Memory:

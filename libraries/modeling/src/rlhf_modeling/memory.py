@@ -24,12 +24,10 @@ FREED = {"cpu": 0.15, "cuda": 0.10}
 """Allowance for freed memory that an allocator keeps, as a share of temporary memory."""
 
 
-def adapter_parameters(size: ModelSize, rank: int, lora: LoraOptions | None) -> tuple[int, int]:
+def adapter_parameters(size: ModelSize, lora: LoraOptions) -> tuple[int, int]:
     """Parameters of the adapters' matrices, and of DoRA's lengths."""
-    targets = None if lora is None else lora.targets
-    matrices = size.adapter_parameters(rank, targets)
-    rows = sum(o for name, _, o, _ in size.linear if targets is None or name in targets)
-    return matrices, rows if lora is not None and lora.use_dora else 0
+    rows = sum(o for name, _, o, _ in size.linear if lora.targets is None or name in lora.targets)
+    return size.adapter_parameters(lora.rank, lora.targets), rows if lora.use_dora else 0
 
 
 def saving_of(size: ModelSize, kind: Format | None, stored: float, excluded_layers: Collection[str] = ()) -> float:
@@ -48,56 +46,23 @@ def saving_of(size: ModelSize, kind: Format | None, stored: float, excluded_laye
 # --------------------------------------------------------------------------------------------- sums
 
 
-def role_memory(
+def trainer_memory(
     storage: Storage, a: Arithmetic, config: TrainingConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork
 ) -> TrainerMemory:
-    """:func:`trainer_memory` of a role with the options of its trainer."""
-    return trainer_memory(
-        storage,
-        a,
-        size,
-        work,
-        trained=spec.role.trained,
-        lora=config.lora,
-        saved=saved_parameters(config, spec),
-        frozen=frozen_parameters(config, size),
-        quantization=config.quantization,
-    )
-
-
-def trainer_memory(
-    storage: Storage,
-    a: Arithmetic,
-    size: ModelSize,
-    work: TrainerWork,
-    *,
-    trained: bool,
-    lora: LoraOptions | None = None,
-    saved: int = 0,
-    frozen: int = 0,
-    quantization: Format | None = None,
-) -> TrainerMemory:
-    """The memory of one rank in every phase.
-
-    Args:
-        trained: the role has an optimizer.
-        lora: the options of the adapters, if ``a.adapters``; None: every linear layer has one.
-        saved: number of parameters of modules that are fully trained alongside the adapters. Their initial values are
-            kept.
-        frozen: number of parameters of a trained role that are not trained, without adapters.
-        quantization: of the linear layers of a frozen role.
-    """
+    """The memory of one rank of a role in every phase, with the options of its trainer."""
     s, part = storage, part_of(size, storage.layer_ranks)
+    trained, lora = spec.role.trained, config.lora
     count = matrices = 0
-    parameters, quantized = part.parameters, saving_of(part, quantization, s.weight_bytes)
-    if trained and a.adapters:
-        matrices, lengths = adapter_parameters(part, a.adapters, lora)
+    parameters, quantized = part.parameters, saving_of(part, config.quantization, s.weight_bytes)
+    if trained and lora is not None:
+        matrices, lengths = adapter_parameters(part, lora)
+        saved = saved_parameters(config, spec)
         count = matrices + lengths + saved + (0 if part.outputs == part.vocabulary else part.head)
+        # The initial values of saved modules are kept.
         parameters += matrices + lengths + (count if saved else 0)
-        if lora is not None:
-            quantized = saving_of(part, lora.quantization, s.weight_bytes, lora.modules_to_save or ())
+        quantized = saving_of(part, lora.quantization, s.weight_bytes, lora.modules_to_save or ())
     elif trained:
-        count, matrices = part.parameters - frozen, part.matrices
+        count, matrices = part.parameters - frozen_parameters(config, size), part.matrices
     # Bytes that exist in every phase.
     copies = 1 / s.weight_ranks + (1 / s.second_ranks if s.second_ranks else 0)
     weights = int((parameters * s.weight_bytes - quantized) * copies)

@@ -49,7 +49,7 @@ from rlhf_modeling.host_inputs import HostInputs
 from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.kernel_agreement import disagreement
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.memory import role_memory
+from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf_modeling.precision import Precision, choose_precision, precision_of
 from rlhf_modeling.pretrained import eos_token_ids, load_tokenizer, set_padding
@@ -86,7 +86,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         cls, config: TrainingConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str
     ) -> TrainerMemory:
         storage = whole_storage(config, device, size, spec.storage)
-        return role_memory(storage, arithmetic(config, spec, size, work, device), config, spec, size, work)
+        return trainer_memory(storage, arithmetic(config, spec, size, work, device), config, spec, size, work)
 
     @classmethod
     def adapters(cls, config: TrainingConfig, spec: ModelSpec) -> LowRankAdapters | None:

@@ -18,7 +18,7 @@ from rlhf_modeling.arithmetic import arithmetic
 from rlhf_modeling.images.architecture import is_image_text
 from rlhf_modeling.kernels import check_liger
 from rlhf_modeling.liger import use_liger
-from rlhf_modeling.memory import role_memory
+from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.option_checks import LEARNING, check_training
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import read_config
@@ -120,7 +120,7 @@ class DeepSpeedTrainer(ShardedTrainer):
         computed = arithmetic(config, spec, size, work, device, config.tensor_parallel, config.sequence_parallel)
         if config.stage == 3:  # layers keep their weight for the backward pass, not its cast; only Liger's kernels
             computed = replace(computed, casts=False, fused=config.kernels == "liger")
-        return role_memory(divided, computed, config, spec, size, work)
+        return trainer_memory(divided, computed, config, spec, size, work)
 
     def __init__(self, config: DeepSpeedTrainerConfig | None, spec: ModelSpec) -> None:
         Component.__init__(self, config)

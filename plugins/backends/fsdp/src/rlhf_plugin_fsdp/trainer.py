@@ -14,7 +14,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
 from rlhf_modeling.arithmetic import arithmetic
-from rlhf_modeling.memory import role_memory
+from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.optimizer import to_device, to_host
 from rlhf_modeling.option_checks import LEARNING, check_training
 from rlhf_modeling.precision import choose_device
@@ -88,7 +88,7 @@ class FsdpTrainer(ShardedTrainer):
     ) -> TrainerMemory:
         divided = storage(config, spec, size, device)
         computed = replace(arithmetic(config, spec, size, work, device, parts=config.sequence_parallel), casts=False)
-        return role_memory(divided, computed, config, spec, size, work)
+        return trainer_memory(divided, computed, config, spec, size, work)
 
     def __init__(self, config: FsdpTrainerConfig | None, spec: ModelSpec) -> None:
         Component.__init__(self, config)
