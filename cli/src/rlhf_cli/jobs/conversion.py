@@ -65,9 +65,8 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
         require_disk(folder, parameters * number_format.itemsize)
         for text in model.notes(skeleton):
             note(text)
-        facts = {}
 
-        def write(place: Path) -> None:
+        def write(place: Path) -> tuple[str, bool]:
             with as_model_error(f"{source}: cannot load the weights"):
                 module, report = model.load(number_format)
             require_weights(source, module, report, note)
@@ -80,7 +79,7 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
                 path.chmod(0o644)
             kind = type(module)
             del module  # only one model is in memory at a time
-            facts["texts"] = compare_tokenizers(source, tokenizer, place, note)
+            texts = compare_tokenizers(source, tokenizer, place, note)
             copy = kind.from_pretrained(str(place), dtype=number_format, use_safetensors=True).eval()
             difference = float((outputs(copy, place) - expected).abs().max())
             # Not `>`: a difference that is NaN is refused too.
@@ -89,11 +88,11 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
                     f"the outputs of the written model differ from those of {source} by up to {difference:g}. "
                     "transformers does not write this architecture as it reads it; use the publisher's safetensors."
                 )
-            facts["generates"] = copy.can_generate()
+            return texts, copy.can_generate()
 
-        publish_folder(folder, write)
+        texts, generates = publish_folder(folder, write)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return Converted(type(skeleton).__name__, parameters, size, str(facts["texts"]), bool(facts["generates"]))
+    return Converted(type(skeleton).__name__, parameters, size, texts, generates)
 
 
 def require_new_folder(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import ModelSpec
@@ -69,9 +69,8 @@ def merge(path: Path, folder: Path, base: str | None, dtype: str | None) -> Merg
     require_base(adapter)
     require_same_base(adapter, ModelSpec(RoleSpec("policy"), adapter.base))
     place = model_folder(adapter.base, weights=True)
-    facts: dict[str, Any] = {}
 
-    def write(target: Path) -> None:
+    def write(target: Path) -> Merged:
         module, tied = _load(adapter, place)
         name = dtype or ("bf16" if module.config.dtype == torch.bfloat16 else "fp32")
         number_format = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
@@ -91,7 +90,7 @@ def merge(path: Path, folder: Path, base: str | None, dtype: str | None) -> Merg
         copy = type(merged).from_pretrained(str(target), dtype=torch.float32, use_safetensors=True).eval()
         of_copy = outputs(copy, target)
         _require_equal(of_copy, rounded, "the written model")
-        facts.update(
+        return Merged(
             architecture=type(merged).__name__,
             base=adapter.base,
             dtype=name,
@@ -100,8 +99,7 @@ def merge(path: Path, folder: Path, base: str | None, dtype: str | None) -> Merg
         )
 
     with quiet():
-        publish_folder(folder, write)
-    return Merged(**facts)
+        return publish_folder(folder, write)
 
 
 def _load(adapter: AdapterFolder, place: str) -> tuple[PreTrainedModel, bool]:

@@ -8,8 +8,9 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
+T = TypeVar("T")
 TEMPORARY = ".saving-"
 """Prefix of names that are being written. They may be deleted if no run holds the folder."""
 DISCARDED = ".discarded-"
@@ -54,9 +55,10 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     sync_file(path.parent)
 
 
-def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """``write`` fills a temporary folder beside ``path``, which is then renamed to ``path``. An existing folder is
-    replaced. It is deleted last, because on NFS that fails while a reader has one of its files open.
+def publish_folder(path: Path, write: Callable[[Path], T]) -> T:
+    """``write`` fills a temporary folder beside ``path``, which is then renamed to ``path``. Returns the result of
+    ``write``. An existing folder is replaced. It is deleted last, because on NFS that fails while a reader has one of
+    its files open.
 
     After a crash ``path`` is the old folder, the new one, or (between two renames) absent, but never incomplete.
     """
@@ -66,7 +68,7 @@ def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
     old: Path | None = None
     try:
         temporary.mkdir()
-        write(temporary)
+        result = write(temporary)
         sync_tree(temporary)
         old = _set_aside(path)
         os.rename(temporary, path)
@@ -78,6 +80,7 @@ def publish_folder(path: Path, write: Callable[[Path], None]) -> None:
     sync_file(path.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
+    return result
 
 
 def publish_file(path: Path, write: Callable[[Path], object]) -> None:
