@@ -1,5 +1,7 @@
 """Failed samples are counted, the first of each cause is reported, and too large a share stops the run."""
 
+import tracemalloc
+
 import pytest
 from rlhf.errors import RolloutError
 from rlhf.types import Row, Trajectory
@@ -149,3 +151,19 @@ def test_failures_of_groups_that_are_under_way_at_once_do_not_add_up():
         failures.expect(2, at_least=4)
     add(failures, *["down", "", "", ""] * 3)
     assert (failures.failed, failures.sample_count) == (3, 12)
+
+
+def test_a_sample_of_a_large_batch_costs_as_much_as_one_of_a_small_batch():
+    """Work for all samples of the batch at each of them would take minutes for some 100,000 samples."""
+    count = 20_000
+    failures = Failures(1.0, lambda note: None)
+    failures.expect(count)
+    sample = Trajectory(Row({}, "unit", 0), [], (0, 0), status="failed", error="down")
+    for _ in range(count // 2):
+        failures.add(sample)
+    tracemalloc.start()
+    try:
+        failures.add(sample)
+        assert tracemalloc.get_traced_memory()[1] < count
+    finally:
+        tracemalloc.stop()

@@ -4,7 +4,7 @@ run."""
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from rlhf.errors import RolloutError
@@ -56,14 +56,16 @@ class Failures:
         """Which sample failed first, and why."""
         self.causes: Counter[str] = Counter()
         """{cause: number of failed samples}. The cause is the error as shortened by :func:`_cause`."""
-        self._recent: list[str] = []
+        self._recent: deque[str] = deque()
         """Cause of failure of each of the latest samples; empty for a sample that did not fail."""
+        self._recent_failed = 0
+        """Failed samples among them."""
         self._expected = 0
         self._noted = False
 
     def forget(self) -> None:
         """Exclude earlier samples from the share. Called when a new evaluation begins."""
-        self._recent = []
+        self._keep(0)
 
     def expect(self, samples: int, at_least: int = 0) -> None:
         """Announce that ``samples`` samples will be drawn now. All of them count in the share at once, so the order in
@@ -73,8 +75,7 @@ class Failures:
             at_least: the share is computed over at least this many samples, even if they are not drawn yet. A
                 continuous stream announces single groups, and passes the number of samples of a batch here.
         """
-        earlier = max(0, max(WINDOW, at_least) - samples)
-        self._recent = self._recent[-earlier:] if earlier else []
+        self._keep(max(0, max(WINDOW, at_least) - samples))
         self._expected = max(len(self._recent) + samples, at_least)
 
     def add(self, trajectory: Trajectory) -> None:
@@ -82,7 +83,8 @@ class Failures:
         self.sample_count += 1
         failed = trajectory.status == "failed"
         self._recent.append(describe(trajectory) if failed else "")
-        self._recent = self._recent[-self._expected :]  # samples of earlier calls may end after this one
+        self._recent_failed += failed
+        self._keep(self._expected)  # samples of earlier calls may end after this one
         if not failed:
             return
         self.failed += 1
@@ -97,21 +99,26 @@ class Failures:
             self._note(f"{self._label} {describe(trajectory)}{'' if self.first else rules}")
         self.first = self.first or describe(trajectory)
         self.causes[cause] += 1
-        causes = [cause for cause in self._recent if cause]
-        if len(causes) > self._allowed * self._expected:
+        if self._recent_failed > self._allowed * self._expected:
+            causes = [cause for cause in self._recent if cause]
             latest = f"The last of them: {self._label} {causes[-1]}\n" if len(causes) > 1 else ""
             raise RolloutError(
                 f"{len(causes)} of the latest {self._expected} {self._label}s failed, and stream.max_failed = "
                 f"{self._allowed:.4g} is the largest share allowed.\nThe first of them: {self._label} {causes[0]}\n"
                 f"{latest}Remove the cause, or raise stream.max_failed (1 never stops the run)."
             )
-        if len(causes) > NOTED * self._expected and not self._noted:
+        if self._recent_failed > NOTED * self._expected and not self._noted:
             self._noted = True
             self._note(
-                f"{len(causes)} of the latest {self._expected} {self._label}s failed. Mean rewards include only "
-                "the others, so a policy that makes its reward fail would look better; see the metric "
+                f"{self._recent_failed} of the latest {self._expected} {self._label}s failed. Mean rewards include "
+                "only the others, so a policy that makes its reward fail would look better; see the metric "
                 f"{self._metric}."
             )
+
+    def _keep(self, count: int) -> None:
+        """Exclude all but the latest ``count`` samples from the share."""
+        while len(self._recent) > count:
+            self._recent_failed -= self._recent.popleft() != ""
 
     def by_cause(self) -> str:
         """A line for each cause with its number of samples; empty if there are not several causes."""
