@@ -61,6 +61,39 @@ def test_a_name_that_a_run_file_may_not_hold_is_hidden_from_observers(key):
     assert redact({key: "abc"}) == {key: "<hidden>"}
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "https://:pw12@host/x",
+        "https://host/x?a=1&api_key=abc",
+        "https://host/x?key=abc",
+        ["--api-key=abc"],
+        ["docker", "-e", "OPENAI_API_KEY=abc"],
+        ["--header", "Authorization: Basic abc"],
+        ["--token", "abc"],
+    ],
+)
+def test_a_secret_in_an_address_or_a_command_is_found(value):
+    paths = list(find_secrets({"rollout": {"option": value}}))
+    assert len(paths) == 1
+    assert paths[0].startswith("rollout.option")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "https://host/x?version=2",
+        "the password: abc",
+        ["--api-key=$KEY", "--token", "${KEY}", "--password", "--verbose", "Authorization: Bearer ${KEY}"],
+        ["sh", "-c", "exec server --api-key=$KEY"],
+        ["--max-tokens", "5", "--tokenizer", "q", "--eos-token=</s>"],
+        ["user:", "Answer: 5"],
+    ],
+)
+def test_other_addresses_and_arguments_are_no_secrets(value):
+    assert list(find_secrets({"option": value})) == []
+
+
 def test_the_name_of_an_environment_variable_is_not_a_secret():
     assert list(find_secrets({"api_key_env": "MY_KEY", "eos_token": "</s>", "prompt_key": "question"})) == []
 

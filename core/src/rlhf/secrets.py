@@ -29,12 +29,15 @@ _FORMS = (
 )
 _PRIVATE_KEY = "-----BEGIN [A-Z ]*PRIVATE KEY-----"
 _VALUE = re.compile(
-    rf"^({_FORMS}|Bearer\s+\S{{8,}})|^[a-z][a-z0-9+.-]*://[^/@\s:]+:[^/@\s]+@|{_PRIVATE_KEY}",
+    rf"^({_FORMS}|Bearer\s+\S{{8,}})|^[a-z][a-z0-9+.-]*://[^/@\s:]*:[^/@\s]+@|{_PRIVATE_KEY}",
 )
 _HIDE = re.compile(rf"\b({_FORMS})\b|(?<=Bearer )\S+|{_PRIVATE_KEY}.*", re.DOTALL)
 _IN_HEADERS = re.compile(r"[!-~]+")
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _QUERY = re.compile(r"(?<=[?&])([\w\-]+)=([^&#\s]+)")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+")
+_ARGUMENT = re.compile(r"([\w-]+)(?:=|:\s+)(\S.*)", re.DOTALL)
+"""``--api-key=abc``, ``API_KEY=abc`` and ``Authorization: Bearer abc`` in a command."""
 
 
 def read_token(component: str, option: str, variable: str) -> str:
@@ -66,9 +69,10 @@ def names_secret(key: str) -> bool:
 
 
 def find_secrets(data: Any, path: str = "") -> Iterator[str]:
-    """Dotted paths of values that look like a secret, by the key's name or by the form of the value.
+    """Dotted paths of values that look like a secret, by the key's name or by the form of the value: known forms of
+    tokens, passwords and keys in URLs, and arguments of a command.
 
-    Names of environment variables (``api_key_env = "NAME"``) are not secrets.
+    Names of environment variables (``api_key_env = "NAME"``) are not secrets, nor are arguments like ``--key=$KEY``.
     """
     items: Iterator[tuple[Any, Any]]
     if isinstance(data, Mapping):
@@ -77,13 +81,27 @@ def find_secrets(data: Any, path: str = "") -> Iterator[str]:
         items = iter(enumerate(data))
     else:
         return
+    flag = ""
     for key, value in items:
         key_path = f"{path}.{key}" if path else str(key)
-        secret_name = isinstance(key, str) and names_secret(key)
-        if isinstance(value, str) and value and (secret_name or _VALUE.search(value)):
-            yield key_path
+        if isinstance(value, str):
+            named = names_secret(key) if isinstance(key, str) else _is_secret_argument(flag, value)
+            if value and (named or _VALUE.search(value) or _is_secret_url(value)):
+                yield key_path
+            flag = value if value.startswith("-") else ""
         else:
             yield from find_secrets(value, key_path)
+
+
+def _is_secret_argument(flag: str, text: str) -> bool:
+    """Whether an entry of a list is a secret in a command. ``flag``: the entry before it, if it begins with a dash."""
+    argument = _ARGUMENT.fullmatch(text)
+    name, value = (argument[1], argument[2]) if argument else (flag, text)
+    return names_secret(name.lstrip("-")) and not value.startswith("-") and "$" not in value
+
+
+def _is_secret_url(text: str) -> bool:
+    return _URL.fullmatch(text) is not None and any(_hides(parameter[1]) for parameter in _QUERY.finditer(text))
 
 
 def redact(value: Any, is_secret: bool = False) -> Any:

@@ -364,6 +364,13 @@ def test_resolved_toml_reads_back_equal(write, tmp_path):
     assert "temperature = 1.0" in text  # defaults are there
 
 
+def test_secrets_in_the_list_of_a_flag_are_refused_and_not_repeated():
+    flags = [("algorithm", "x"), ("rollout.use", "tools"), ("rollout.mcp.a.command", '["run", "--api-key=abcdefgh"]')]
+    with pytest.raises(ConfigError, match=r"rollout\.mcp\.a\.command\.1 .*: looks like a secret") as caught:
+        load(None, flags)
+    assert "abcdefgh" not in str(caught.value)
+
+
 def test_to_toml_refuses_secrets():
     run = load(None, [("algorithm", "x")])
     run = run.model_copy(update={"algorithm": run.algorithm.model_copy(update={"options": {"password": "x"}})})

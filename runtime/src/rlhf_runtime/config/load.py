@@ -313,7 +313,7 @@ def _secret_problems(data: Any, origins: Mapping[str, str]) -> list[str]:
         f"{path}{origin(path, origins)}: looks like a secret. The configuration is copied into the run directory and "
         "to loggers; remove it and set an environment variable instead (HF_TOKEN, WANDB_API_KEY, or the one that the "
         "plugin's page names)."
-        for path in find_secrets(data)
+        for path in find_secrets(plain(data))
     ]
 
 
