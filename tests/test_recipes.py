@@ -83,6 +83,27 @@ def test_the_reward_in_the_prompt(recipe: Any, folder: Path) -> None:
     assert all(re.fullmatch(r"\d{4}> <rm_score>: -?\d\.\d\d ", row["prompt"]) for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("learned", "steps", "repeated"), [(None, None, True), (13, None, True), (250, None, False), (60, 12, False)]
+)
+def test_a_warm_start_with_too_few_steps_is_repeated(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    learned: int | None, steps: int | None, repeated: bool,
+) -> None:  # fmt: skip
+    """That of a run which was stopped, or of an earlier ``--steps``, has a model too."""
+    shutil.copytree(RECIPES, tmp_path / "examples" / "recipes")
+    monkeypatch.chdir(tmp_path)
+    script.TASK.joinpath("model").mkdir(parents=True)
+    if learned is not None:
+        script.WARM_START.mkdir(parents=True)
+        lines = (json.dumps({"step": step}) + "\n" for step in range(1, learned + 1))
+        script.WARM_START.with_name("metrics.jsonl").write_text("".join(lines))
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(script, "run", lambda *words: commands.append(words))
+    script.prepare(steps)
+    assert [words[1] for words in commands] == ["examples/recipes/warm_start.toml"] * repeated
+
+
 def test_every_run_file_is_that_of_a_recipe(script: ModuleType) -> None:
     files = {path.stem for path in RECIPES.glob("*.toml")}
     assert files == {"warm_start", *script.RECIPES}

@@ -13,6 +13,7 @@ import json
 import shutil
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,12 +44,19 @@ def shorter(steps: int | None) -> tuple[str, ...]:
     return () if steps is None else ("--steps", str(steps))
 
 
+def warm_start_steps() -> int:
+    """Steps of the warm start; 0 if there is none. One that was stopped, or had --steps, has a model too."""
+    if not WARM_START.exists():
+        return 0
+    return json.loads((WARM_START.parent / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+
+
 def prepare(steps: int | None) -> None:
-    """Make the task, and the model that imitates its demonstrations, if they do not exist."""
+    """Make the task if it does not exist, and the model that imitates its demonstrations if it has too few steps."""
     if not (TASK / "model").exists():
         print(f"\nmaking the task in {TASK}", flush=True)
         make(TASK)
-    if not WARM_START.exists():
+    if warm_start_steps() < (steps or tomllib.loads((HERE / "warm_start.toml").read_text())["run"]["steps"]):
         shutil.rmtree(WARM_START.parent, ignore_errors=True)
         run("train", str(HERE / "warm_start.toml"), *shorter(steps))
 
