@@ -179,6 +179,19 @@ def test_more_flags_reach_what_samples_and_nothing_else(folder: Path) -> None:
     assert with_flags == {f"examples/rlhf/{name}.toml" for name in ("ppo", "grpo", "eval")}
 
 
+def test_stages_of_other_settings_are_not_taken_for_these(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data", ".", "--model", "model"]
+    commands: list[Sequence[str]] = []
+    run.main([*words, "--rows", "40", "--steps", "2", "--only", "sft"], lambda command: commands.append(command) or 0)
+    commands.clear()
+    for other in ([], ["--size", "full", "--rows", "40", "--steps", "2"]):
+        with pytest.raises(SystemExit, match=r"holds stages of .*--size small --steps 2 --rows 40.*delete runs/rlhf"):
+            run.main([*words, *other], lambda command: commands.append(command) or 0)
+    assert not commands
+    run.main([*words, "--rows", "40", "--steps", "2", "--only", "dpo"], lambda command: commands.append(command) or 0)
+    assert [command[1] for command in commands] == ["examples/rlhf/prepare.py", "train"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["ppo"], "unknown argument 'ppo'"), (["--only", "sft", "--", "--seed", "1"], "--only is sft")],

@@ -12,7 +12,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_cli.main import main as rlhf
@@ -65,6 +65,21 @@ def finished(folder: Path) -> bool:
     return code == 0 and any(record["state"] == "finished" for record in json.loads(out.getvalue()))
 
 
+def check_settings(settings: Mapping[str, str | int | None]) -> None:
+    """Ends the program if RUNS holds stages of other settings: they would pass for stages of these."""
+    path = RUNS / "settings.json"
+    if not path.exists():
+        RUNS.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    if earlier != settings:
+        before, now = (
+            " ".join(f"--{name} {value}" for name, value in values.items() if value is not None)
+            for values in (earlier, settings)
+        )
+        sys.exit(f"{RUNS} holds stages of `{before}`, got `{now}`. Move or delete {RUNS}, or give the same flags again")
+
+
 def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], int] = execute) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, metavar="DIR|hub", help="folder with the pairs of HH, or `hub`")
@@ -81,6 +96,7 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
         parser.error(
             f"flags after `--` are for {' and '.join(SAMPLING)} and the evaluation, --only is {arguments.only}"
         )
+    check_settings({name: vars(arguments)[name] for name in ("model", "size", "steps", "rows")})
     flags = SMALL if arguments.size == "small" else {}
     steps = ("--run.steps", str(arguments.steps)) if arguments.steps else ()
     rows = ("--rows", str(arguments.rows)) if arguments.rows else ()
