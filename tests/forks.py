@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pty
 import resource
 import signal
 import subprocess
@@ -76,6 +77,16 @@ class Forks:
         pid = self.ask({**request, "place": asdict(place) if place else None})
         return Process(self, pid, log)
 
+    def start_in_terminal(self, arguments: Sequence[str], **environment: str) -> tuple[Process, int]:
+        """Run ``rlhf`` in a terminal, of which the process is in control. Returns the terminal's other end too, whose
+        reads raise OSError once the process has ended."""
+        place = Place("rlhf", os.getcwd(), {**os.environ, **environment})
+        terminal, device = pty.openpty()
+        request = {"run": list(arguments), "terminal": os.ttyname(device), "limits": {}, "place": asdict(place)}
+        pid = self.ask(request)
+        os.close(device)
+        return Process(self, pid, Path(os.devnull)), terminal
+
     def ask(self, request: Mapping[str, Any]) -> int:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -129,9 +140,12 @@ def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "run" in request:
+            device = os.open(request["terminal"], os.O_RDWR | os.O_NOCTTY) if "terminal" in request else None
             pid = os.fork()
             if pid == 0:
                 _child(request, main)
+            if device is not None:
+                os.close(device)  # the child has it
             answer = pid
         else:
             answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
@@ -142,8 +156,13 @@ def serve() -> None:
 def _child(request: Mapping[str, Any], main: Callable[[Sequence[str]], int]) -> None:
     code = 70
     try:
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        null = os.open(os.devnull, os.O_RDONLY)
+        if "terminal" in request:
+            os.setsid()  # so that the terminal that is opened next is its own
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+            log = null = os.open(request["terminal"], os.O_RDWR)
+        else:
+            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
 import shutil
 import signal
-import sys
 
 import pytest
 from rlhf.errors import SyncError
@@ -210,15 +208,12 @@ def test_a_replay_goes_on_where_its_output_cannot_be_written(shop: Workshop, who
     assert Finished(shop.folder / "replay", 0).weights == whole.weights
 
 
-def test_a_run_stops_with_a_checkpoint_where_its_terminal_is_closed(shop: Workshop) -> None:
+def test_a_run_stops_with_a_checkpoint_where_its_terminal_is_closed(shop: Workshop, forks: Forks) -> None:
     arguments = shop.arguments(shop.config("rloo", "run", run={"steps": 10_000}, checkpoint={"every": 10_000}))
-    process, terminal = pty.fork()
-    if process == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-        os.execv(sys.executable, [sys.executable, "-m", "rlhf_cli.main", *arguments])
+    process, terminal = forks.start_in_terminal(arguments)
     run = Finished(shop.folder / "run", 0)
     while not (run.path / "metrics.jsonl").exists() or len(run.lines()) < 2:
         os.read(terminal, 2**16)
     os.close(terminal)  # the system sends SIGHUP, and refuses further writes
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 128 + signal.SIGHUP
+    assert process.wait() == 128 + signal.SIGHUP
     assert [c.step for c in CheckpointStore(run.path).complete()] == [len(run.lines())]

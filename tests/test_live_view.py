@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import select
 import signal
-import sys
 import time
 
 import pytest
 from rlhf.errors import IntendedExit
 
+from tests.forks import Forks
 from tests.runs import Workshop
 
 WAIT = 120.0
 
 
-def in_a_terminal(arguments: list[str], interrupt: str = "") -> tuple[str, int]:
+def in_a_terminal(forks: Forks, arguments: list[str], interrupt: str = "") -> tuple[str, int]:
     """(everything that `rlhf` wrote to a terminal of 80 columns, exit code).
 
     Args:
         interrupt: Ctrl-C follows this text.
     """
-    code = "import sys; from rlhf_cli.main import main; sys.exit(main(sys.argv[1:]))"
-    child, terminal = pty.fork()
-    if child == 0:
-        os.environ |= {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-        os.execv(sys.executable, [sys.executable, "-c", code, *arguments])
+    process, terminal = forks.start_in_terminal(arguments, TERM="xterm", COLUMNS="80", LINES="24")
     output, end = b"", time.monotonic() + WAIT
     try:
         while select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -38,22 +33,23 @@ def in_a_terminal(arguments: list[str], interrupt: str = "") -> tuple[str, int]:
             except OSError:  # it has ended
                 break
             if interrupt and interrupt.encode() in output:
-                os.kill(child, signal.SIGINT)
+                process.kill(signal.SIGINT)
                 interrupt = ""
         else:
-            os.kill(child, signal.SIGKILL)
+            process.kill()
     finally:
         os.close(terminal)
-    return output.decode(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return output.decode(), process.wait()
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_table_and_leaves_the_terminal_as_it_was(shop: Workshop) -> None:
+def test_ctrl_c_ends_the_table_and_leaves_the_terminal_as_it_was(shop: Workshop, forks: Forks) -> None:
     reward = shop.file(
         "loud.py", "def score(prompt, completion, row):\n    print('a print of a reward')\n    return 1.0\n"
     )
     changes = {"run": {"steps": 10_000}, "reward": [{"use": f"file:{reward}"}]}
-    output, code = in_a_terminal(shop.arguments(shop.config("rloo", "run", **changes)), interrupt="trained tokens/s")
+    arguments = shop.arguments(shop.config("rloo", "run", **changes))
+    output, code = in_a_terminal(forks, arguments, interrupt="trained tokens/s")
     assert code == 130
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), "the cursor is back"
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output).replace("\r", "")
