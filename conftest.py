@@ -8,11 +8,15 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio._backends._asyncio  # noqa: F401  (the last paragraph of the docstring)
 import pytest
+
+if TYPE_CHECKING:
+    from tests.forks import Forks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, so before any test module is
 THREADS = int(os.environ["OMP_NUM_THREADS"])
@@ -56,6 +60,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     connection = getattr(getattr(session.config, "failures_db", None), "sock", None)
     if connection is not None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Forks]":
+    """Starts `rlhf`, and Python programs, in processes that need not import torch and transformers again."""
+    from tests.forks import Forks
+
+    with Forks(tmp_path_factory.mktemp("forks")) as server:
+        yield server
 
 
 @pytest.hookimpl(wrapper=True)

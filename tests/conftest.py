@@ -8,7 +8,6 @@ import pytest
 from rlhf_cli.main import main
 from rlhf_testing.tiny import tiny_model
 
-from tests.forks import Forks
 from tests.runs import PROMPTS, Say, Workshop
 
 
@@ -55,10 +54,3 @@ def two_cpus() -> Iterator[None]:
     cluster = Cluster(RayConfig(cpus=2, object_store_gib=0.25))
     yield
     cluster.close()
-
-
-@pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    """Starts the command in processes that tests can kill."""
-    with Forks(tmp_path_factory.mktemp("forks")) as server:
-        yield server

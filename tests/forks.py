@@ -73,6 +73,7 @@ class Forks:
         """Run ``rlhf`` with ``arguments``. ``limits``: {name of a limit in ``resource``: value}."""
         self._count += 1
         log = self._folder / f"{self._count:03}.log"
+        log.touch()  # may be read before the child has opened it
         request = {"run": list(arguments), "log": str(log), "limits": dict(limits or {})}
         pid = self.ask({**request, "place": asdict(place) if place else None})
         return Process(self, pid, log)

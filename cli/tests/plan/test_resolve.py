@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
 
 import pytest
 from rlhf.control_groups import MachineMemory
@@ -26,6 +25,8 @@ from rlhf_runtime.data.tokenizer import load_tokenizer
 from rlhf_testing.chat_templates import HERMES
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoTokenizer
+
+from tests.forks import Place
 
 GIB = 2**30
 ONLINE = {"algorithm.use": "ppo", "reward": "math", "data.train": "absent.jsonl", "data.max_tokens": "1024"}
@@ -463,7 +464,8 @@ def test_a_cache_without_an_option_gets_what_is_free_beside_the_roles(layout):
     assert sum(usage.values()) == pytest.approx(0.9 * 80 * GIB, abs=2), "of a device of its own, its nine tenths"
 
 
-def test_planning_starts_and_loads_nothing(published):
+def test_planning_starts_and_loads_nothing(published, tmp_path, forks):
+    """The process of the forks has imported neither vLLM nor DeepSpeed, or the test fails."""
     code = (
         "import sys\nfrom rlhf_cli.main import main\n"
         f"code = main({['plan', *[w for k, v in flags(published, CLUSTER) for w in (f'--{k}', v)]]!r}"
@@ -474,8 +476,10 @@ def test_planning_starts_and_loads_nothing(published):
         "assert 'ray' not in sys.modules or not sys.modules['ray'].is_initialized()\n"
     )
     code = code.replace("'--algorithm.use', 'ppo'", "'--algo', 'ppo'")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    process = forks.start([str(program)], place=Place("python", str(tmp_path), {**os.environ}))
+    assert process.wait() == 0, process.output
 
 
 # ------------------------------------------------------------------------------- the nearest change

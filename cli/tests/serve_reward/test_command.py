@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
-import sys
 
 import httpx
 import pytest
@@ -61,15 +59,16 @@ def test_a_reward_that_cannot_start_ends_the_server(tmp_path) -> None:
         pass
 
 
-def test_a_signal_ends_the_process_cleanly() -> None:
-    command = [sys.executable, "-m", "rlhf_cli.main", "serve-reward", "--reward", "math", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        line = process.stdout.readline()
+def test_a_signal_ends_the_process_cleanly(forks) -> None:
+    process = forks.start(["serve-reward", "--reward", "math", "--port", "0"])
+    try:
+        process.until(lambda: "\n" in process.output)
+        line = process.output.splitlines()[0]
         assert line.startswith("serving math at http://127.0.0.1:")
         body = {"query": ["1+1=2"], "prompts": ["1+1="], "labels": ["2"]}
         assert httpx.post(line.split()[-1], json=body).json()["rewards"] == [1.0]
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
-    assert "SIGTERM: finishing the current requests, then stopping" in err
-    assert "Traceback" not in err
+    finally:
+        process.kill(signal.SIGTERM)
+    assert process.wait() == 0, process.output
+    assert "SIGTERM: finishing the current requests, then stopping" in process.output
+    assert "Traceback" not in process.output
