@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from tests.runs import Workshop
+from tests.runs import Finished, Workshop, assert_same_run
 
 SCRIPT = """
-import json, sys
-from rlhf_cli.main import main
+import atexit, json, runpy, sys
 from rlhf_runtime.loop.reports import Reports
 
 modules, begin, record = [], Reports.begin_step, Reports.record
@@ -28,10 +28,13 @@ def recorded(self, *arguments):
     modules.append(sorted(sys.modules))
 
 Reports.begin_step, Reports.record = begin_step, recorded
-code = main({words!r})
-with open({output!r}, "w") as file:
-    json.dump([*modules, sorted(sys.modules)], file)
-sys.exit(code)
+@atexit.register
+def write():
+    with open({output!r}, "w") as file:
+        json.dump([*modules, sorted(sys.modules)], file)
+
+sys.argv = {words!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 HEAVY = {
     *("accelerate", "datasets", "deepspeed", "matplotlib", "mlflow", "numpy", "pandas", "peft", "pyarrow", "ray"),
@@ -41,16 +44,22 @@ UNUSED = {"datasets", "deepspeed", "mlflow", "ray", "sklearn", "vllm", "wandb"}
 """Packages of which no part is needed to train on a JSON file in this process."""
 
 
-def test_a_step_imports_no_large_package_and_the_run_none_that_it_does_not_use(shop: Workshop) -> None:
-    words = shop.arguments(shop.config("grpo", "run", run={"steps": 1}))
+def test_the_installed_command_trains_and_imports_nothing_large_in_a_step_and_nothing_unused(shop: Workshop) -> None:
+    """The command is the file that `pip install` writes. One process shows both, because its start takes seconds."""
     output = shop.folder / "modules.json"
+    words = [str(Path(sys.executable).with_name("rlhf")), *shop.arguments(shop.config("grpo", "run"))]
     script = SCRIPT.format(words=words, output=str(output))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
-    first, second, last = ({name.partition(".")[0] for name in modules} for modules in json.loads(output.read_text()))
-    assert (second - first) & HEAVY == set(), "imported inside the first step"
-    assert last & UNUSED == set()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"finished: {shop.folder / 'run'}\nreport: {shop.folder / 'run/report.html'}\n")
+    assert "3 of 3 steps" in done.stdout
+    assert_same_run(Finished(shop.folder / "run", 0), shop.train("grpo", "here"))
+    names = [{name.partition(".")[0] for name in modules} for modules in json.loads(output.read_text())]
+    assert len(names) == 7, "before and after each of three steps, and at the end"
+    for first, second in zip(names[0:6:2], names[1:6:2], strict=True):
+        assert (second - first) & HEAVY == set(), "imported inside a step"
+    assert names[-1] & UNUSED == set()
 
 
 def test_the_tokenizer_is_loaded_once_for_prompts_and_answers_and_once_for_exports(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -105,17 +102,6 @@ def test_the_losses_do_not_depend_on_the_micro_batches(shop: Workshop, algorithm
     split = shop.train(algorithm, "split", policy=small, **critic, **KINDS[algorithm])
     for expected, loss in zip(losses(large), losses(split), strict=True):
         assert loss == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def test_the_installed_command(shop: Workshop) -> None:
-    run = shop.config("rloo", "run")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [str(Path(sys.executable).with_name("rlhf")), *shop.arguments(run)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(f"finished: {shop.folder / 'run'}\nreport: {shop.folder / 'run/report.html'}\n")
-    assert "3 of 3 steps" in done.stdout
-    assert_same_run(Finished(shop.folder / "run", 0), shop.train("rloo", "here"))
 
 
 # ------------------------------------------------------------------------------------------ turns and rewards
