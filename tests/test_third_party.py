@@ -22,6 +22,8 @@ from flit_core import buildapi
 from rlhf.interfaces import Backend, Check, Command
 from rlhf_testing.tiny import tiny_model
 
+from tests.forks import Forks, Place
+
 RLHF = [sys.executable, "-P", str(Path(sys.executable).parent / "rlhf")]
 
 PYPROJECT = """
@@ -127,11 +129,21 @@ def installed(folder: Path, pyproject: str, files: dict[str, str]) -> Path:
     return folder / "site"
 
 
+def environment(site: Path) -> dict[str, str]:
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+
+
 def rlhf(site: Path, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run ``rlhf WORDS`` with the distributions in ``site`` in addition to those of this repository."""
-    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*RLHF, *words], capture_output=True, text=True, check=False, env=environment, cwd=cwd)
+    command = [*RLHF, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment(site), cwd=cwd)
+
+
+def in_fork(forks: Forks, site: Path, *words: str, cwd: Path) -> tuple[int, str]:
+    """:func:`rlhf` for a command that imports torch. Returns the exit code and the output."""
+    process = forks.start(words, place=Place("rlhf", str(cwd), environment(site)))
+    return process.wait(), process.output
 
 
 @pytest.fixture(scope="module")
@@ -172,18 +184,18 @@ def test_a_third_party_check_is_in_the_report_of_the_doctor(site, tmp_path):
     assert checks["weather"] == {"name": "weather", "status": "ok", "text": "DRY (no run)", "remedy": ""}
 
 
-def test_a_run_with_its_backend_trains(site, tmp_path):
+def test_a_run_with_its_backend_trains(site, tmp_path, forks):
     tiny_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)
     words = ["train", "--algo", "sft", "--model", "model", "--data", "rows.jsonl", "--steps", "1", "--output", "out"]
-    done = rlhf(site, *words, "--data.batch_size", "2", "--backend", "desk", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    code, output = in_fork(forks, site, *words, "--data.batch_size", "2", "--backend", "desk", cwd=tmp_path)
+    assert code == 0, output
     config = tomllib.loads((tmp_path / "out" / "config.toml").read_text())
     assert config["launcher"]["use"] == "rlhf-plugin-local/local"
     assert config["trainer"]["use"] == "rlhf-plugin-local/torch"
-    done = rlhf(site, *words, "--backend", "deck", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (
+    code, output = in_fork(forks, site, *words, "--backend", "deck", cwd=tmp_path)
+    assert code == 2
+    assert output == (
         "rlhf: --backend deck: unknown backend; available: desk, fsdp, local, processes, ray, simulated. Did you "
         "mean 'desk'? Or choose --launcher.use, --trainer.use and --generator.use individually.\n"
     )
@@ -208,12 +220,13 @@ def test_the_command_of_the_docstring_works(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello, Ada.\n", "")
 
 
-def test_the_backend_of_the_docstring_is_found(tmp_path):
+def test_the_backend_of_the_docstring_is_found(tmp_path, forks):
     pyproject, source = example(Backend)
     site = installed(tmp_path, pyproject, {"__init__.py": source})
-    done = rlhf(site, "train", "--algo", "sft", "--model", ".", "--data", "x", "--backend", "sharded", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "no trainer named 'sharded'. Installed: " in done.stderr, "the backend is there, and its trainer is not"
+    words = ["train", "--algo", "sft", "--model", ".", "--data", "x", "--backend", "sharded"]
+    code, output = in_fork(forks, site, *words, cwd=tmp_path)
+    assert code == 2
+    assert "no trainer named 'sharded'. Installed: " in output, "the backend is there, and its trainer is not"
 
 
 def test_the_check_of_the_docstring_is_asked(tmp_path):
@@ -225,12 +238,6 @@ def test_the_check_of_the_docstring_is_asked(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (site / "mylibrary.py").write_text("__version__ = '1.0'\n")
     code = "from rlhf_cli.doctor.child import ask; from my_package.checks import version; print(ask(version).value)"
-    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(site))
     assert done.stdout == "1.0\n", done.stderr
