@@ -6,8 +6,10 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
+from rlhf_runtime.calls.deadlines import with_deadline
 from rlhf_runtime.calls.main_thread import MainThread, Threads
 
 NEVER_RETURNS = """
@@ -68,3 +70,14 @@ def test_waiting_calls_do_not_start_after_shutdown() -> None:
     assert second.cancelled()
     release.set()
     assert first.result(60) is True
+
+
+def test_a_call_that_ended_while_the_loop_was_blocked_has_its_result() -> None:
+    async def late(value: str) -> str:
+        time.sleep(0.1)
+        return value
+
+    async def scores() -> list[str]:
+        return await asyncio.gather(*(with_deadline(late(value), 0.15) for value in "ab"))
+
+    assert asyncio.run(scores()) == ["a", "b"]

@@ -88,12 +88,14 @@ async def with_deadline(awaitable: Awaitable[T], seconds: float) -> T:
             await asyncio.wait({task})
     except (asyncio.CancelledError, TimeoutError) as error:
         clock.ended = True
-        task.cancel()
-        await asyncio.wait({task}, timeout=GRACE)
-        task.add_done_callback(_retrieve)
-        if isinstance(error, TimeoutError):
-            raise DeadlineExpired from None
-        raise
+        # A task that ended while the loop was blocked, by itself or by another call, has its result.
+        if isinstance(error, asyncio.CancelledError) or not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=GRACE)
+            task.add_done_callback(_retrieve)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExpired from None
+            raise
     clock.ended = True
     if task.cancelled():
         raise RuntimeError("the coroutine was cancelled from within")
