@@ -36,8 +36,8 @@ def test_a_continuous_run_divides_its_tokens_by_the_time_in_which_it_samples_the
     config = simulated(shop, "run", stream={"staleness": 3}, data=held_out, eval={"every": 1})
     run = shop.train_config(config)
     sampled = sum(len(turn["ids"]) for sample in run.samples() for turn in sample["turns"] if turn["sampled"])
-    counted = sum(line.get("throughput/sampled", 0.0) * line["time/step"] for line in lines_of(run))
-    assert 0 < counted < sampled * (1 + 1e-9)
+    tokens = sum(line.get("throughput/sampled", 0.0) * line["time/step"] for line in lines_of(run))
+    assert 0 < tokens < sampled * (1 + 1e-9)
 
 
 def test_mfu_is_the_share_of_the_peak_that_the_run_file_names(shop):

@@ -73,11 +73,14 @@ def check_settings(settings: Mapping[str, str | int | None]) -> None:
         path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
     earlier = json.loads(path.read_text(encoding="utf-8"))
     if earlier != settings:
-        before, now = (
+        earlier_flags, flags = (
             " ".join(f"--{name} {value}" for name, value in values.items() if value is not None)
             for values in (earlier, settings)
         )
-        sys.exit(f"{RUNS} holds stages of `{before}`, got `{now}`. Move or delete {RUNS}, or give the same flags again")
+        sys.exit(
+            f"{RUNS} holds stages of `{earlier_flags}`, got `{flags}`. Move or delete {RUNS}, or give the same flags "
+            "again"
+        )
 
 
 def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], int] = execute) -> None:

@@ -85,8 +85,8 @@ def find_secrets(data: Any, path: str = "") -> Iterator[str]:
     for key, value in items:
         key_path = f"{path}.{key}" if path else str(key)
         if isinstance(value, str):
-            named = names_secret(key) if isinstance(key, str) else _is_secret_argument(flag, value)
-            if value and (named or _VALUE.search(value) or _is_secret_url(value)):
+            has_name = names_secret(key) if isinstance(key, str) else _is_secret_argument(flag, value)
+            if value and (has_name or _VALUE.search(value) or _is_secret_url(value)):
                 yield key_path
             flag = value if value.startswith("-") else ""
         else:

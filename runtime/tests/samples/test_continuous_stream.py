@@ -211,8 +211,8 @@ def test_a_resume_trains_on_the_sampled_turns_of_unfinished_groups(resumed) -> N
             assert {turn.versions for turn in new[len(old) :]} == {((0, 1),)}
             assert all(turn.ids[0] > 500 for turn in new[len(old) :])
     assert (engine.answers[2], engine.answers[3]) == (SAMPLES * 1, SAMPLES * 2), "only the missing turns are sampled"
-    counted = second.rollouts.sampled_tokens
-    assert SAMPLES * 3 <= counted <= engine.next - 500, "of throughput: one token for each turn that is sampled now"
+    tokens = second.rollouts.sampled_tokens
+    assert SAMPLES * 3 <= tokens <= engine.next - 500, "of throughput: one token for each turn that is sampled now"
     assert (ready.version, ready.counts["oldest"], ready.counts["stale"]) == (0, 1.0, 0.0)
     restarted = {cause: ready.counts[f"tokens_restarted_{cause}"] for cause in ("weights", "engine", "resume")}
     assert restarted == {"weights": 0.0, "engine": 5.0, "resume": 7.0}

@@ -297,8 +297,7 @@ def test_what_the_model_or_the_generator_cannot_read_fails_only_its_own_sample(
             return [prompt, answer, *([Turn(observation, False)] if observation else [])]
 
     check = partial(check_sampling, temperatures=(0.01, 2.0))
-    parts = SampleParts(Odd(), PlainTemplate(), OneForAll(), check=check, vocabulary=99)
-    rollouts = Rollouts(parts, Checks(), main)
+    rollouts = Rollouts(SampleParts(Odd(), PlainTemplate(), OneForAll(), check=check, vocabulary=99), Checks(), main)
     groups = rollouts.run(rows(1, 1), 0, settings(abort_on_failure=False))
     assert [[t.status for t in g.trajectories] for g in groups] == [["ok", "failed"]] * 2
     assert re.search(message, groups[0].trajectories[1].error)
@@ -520,14 +519,12 @@ def test_a_context_without_room_to_answer_is_an_error(main):
 def test_a_limit_admits_the_next_sample_when_one_ends(main):
     generator = CountingGenerator()
     episodes = SimpleNamespace(limit=3, agents=())
-    rollouts = Rollouts(SampleParts(Turns(), PlainTemplate(), OneForAll(), episodes), generator, main)
-    counts = []
+    rollouts, counts = Rollouts(SampleParts(Turns(), PlainTemplate(), OneForAll(), episodes), generator, main), []
     groups = rollouts.run(rows(1, 2, 1), 0, settings(), lambda *count: counts.append(count))
     assert counts == [(number, 6) for number in range(1, 7)]
     assert all(t.status == "ok" for g in groups for t in g.trajectories)
     assert max(len(w) for w in generator.waves) == 3
-    first = generator.waves
-    generator.waves = []
+    first, generator.waves = generator.waves, []
     rollouts.run(rows(1, 2, 1), 0, settings())
     assert generator.waves == first
 

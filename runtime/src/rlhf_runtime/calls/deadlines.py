@@ -30,7 +30,7 @@ class Clock:
     def __init__(self, seconds: float) -> None:
         self.timeout = asyncio.timeout(seconds)
         """The context of the call."""
-        self.ended = False
+        self.is_over = False
         """Whether the call has ended. Tasks that it started may still run."""
         self._waits, self._remaining = 0, seconds
 
@@ -46,7 +46,7 @@ class Clock:
             yield
         finally:
             self._waits -= 1
-            if not self._waits and not self.ended:
+            if not self._waits and not self.is_over:
                 self.timeout.reschedule(loop.time() + self._remaining)
 
 
@@ -57,7 +57,7 @@ def waiting() -> AbstractContextManager[None]:
     """A context for functions that a plugin calls, entered while they wait for a model of this run. Time spent inside
     does not count towards the deadline of the plugin's call."""
     clock = _CLOCK.get()
-    return nullcontext() if clock is None or clock.ended else clock.stopped()
+    return nullcontext() if clock is None or clock.is_over else clock.stopped()
 
 
 class DeadlineExpired(Exception):
@@ -87,7 +87,7 @@ async def with_deadline(awaitable: Awaitable[T], seconds: float) -> T:
         async with clock.timeout:
             await asyncio.wait({task})
     except (asyncio.CancelledError, TimeoutError) as error:
-        clock.ended = True
+        clock.is_over = True
         # A task that ended while the loop was blocked, by itself or by another call, has its result.
         if isinstance(error, asyncio.CancelledError) or not task.done():
             task.cancel()
@@ -96,7 +96,7 @@ async def with_deadline(awaitable: Awaitable[T], seconds: float) -> T:
             if isinstance(error, TimeoutError):
                 raise DeadlineExpired from None
             raise
-    clock.ended = True
+    clock.is_over = True
     if task.cancelled():
         raise RuntimeError("the coroutine was cancelled from within")
     return task.result()

@@ -77,9 +77,9 @@ class Throughput:
         if self._sampler is not None:
             tokens, pause = self._sampler.rollouts.sampled_tokens, self._sampler.weights.pause_seconds
             if self._sampler.rollouts.pool is not None:  # samples continue during evaluations and between steps
-                now = time.perf_counter()
-                seconds = times[f"{TIME}step"] if self._last_call is None else now - self._last_call
-                self._last_call = now
+                clock = time.perf_counter()
+                seconds = times[f"{TIME}step"] if self._last_call is None else clock - self._last_call
+                self._last_call = clock
             if tokens > self._sampled:
                 rate = (tokens - self._sampled) / seconds
                 metrics |= {"throughput/sampled": rate}
