@@ -108,3 +108,21 @@ def test_an_adapter_of_another_base_is_refused_and_nothing_is_written(say: Say, 
     assert (code, "cannot be read" in err) == (1, True), err
     assert not new.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "other"]
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_no_python_file_of_an_adapter_is_run_whatever_is_answered(say: Say, tmp_path: Path, monkeypatch, file: str):
+    base, adapter = tiny_model(tmp_path / "base"), tmp_path / "adapter"
+    foreign(adapter, base, target_modules=["q_proj"])
+    changes = {
+        "config.json": {"model_type": "other", "auto_map": {"AutoConfig": "other.Other"}},
+        "tokenizer_config.json": {"tokenizer_class": "Other", "auto_map": {"AutoTokenizer": ["other.Other"] * 2}},
+    }[file]
+    (adapter / file).write_text(json.dumps(json.loads((base / file).read_text()) | changes))
+    shutil.copy(base / "tokenizer.json", adapter)
+    (adapter / "other.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')\nclass Other: ...\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    code, _, err = say("merge", adapter, tmp_path / "new")
+    assert code == 1
+    assert f"{adapter}: the " in err
+    assert not (tmp_path / "was-run").exists()

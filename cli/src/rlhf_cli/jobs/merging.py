@@ -111,8 +111,11 @@ def _load(adapter: AdapterFolder, place: str) -> tuple[PreTrainedModel, bool]:
     from transformers import AutoConfig
 
     shapes, _ = adapter_headers(adapter)
-    config = AutoConfig.from_pretrained(str(adapter.folder) if adapter.has_config else place)
-    stored = AutoConfig.from_pretrained(place).dtype
+    folder = str(adapter.folder) if adapter.has_config else place
+    with as_model_error(f"{folder}: the config cannot be read"):
+        # Not its default, with which transformers asks on a terminal whether to run Python files of the model.
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        stored = AutoConfig.from_pretrained(place, trust_remote_code=False).dtype
     images = hasattr(config, "vision_config")
     if "score.weight" in shapes:
         tokens = adapter.config.get("task_type") == "TOKEN_CLS"
@@ -165,7 +168,8 @@ def _write(module: PreTrainedModel, adapter: AdapterFolder, place: str, target: 
     set_exported_dtype(target, next(module.parameters()).dtype)
     tokenizer = str(adapter.folder) if adapter.has_tokenizer else tokenizer_folder(adapter.base)
     if has_tokenizer(tokenizer):
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(str(target))
+        with as_model_error(f"{tokenizer}: the tokenizer cannot be loaded"):
+            AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False).save_pretrained(str(target))
     add_older_names(target)
     for name in PROCESSOR_FILES:
         if (Path(place) / name).is_file():
