@@ -198,6 +198,15 @@ def test_a_token_is_asked_for_rewards_and_metrics(file) -> None:
         assert server.get("/health").json() == {"status": "ready"}
 
 
+def test_a_web_page_needs_the_token(file) -> None:
+    page = {"Origin": "https://elsewhere.example"}
+    with serving(("reward", file)) as server:
+        assert server.ask(["1"], headers=page).status_code == 403
+        assert server.ask(["1"]).status_code == 200
+    with serving(("reward", file), token="s3cret") as server:
+        assert server.ask(["1"], headers=page | {"Authorization": "Bearer s3cret"}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("header", "status"),
     [(b"Bearer s3cret\xff", 401), (b"Bearer s3cret\x00", 400), (b"Bearer s3cret\x7f\x01", 400), (b"\xff\xfe", 401)],

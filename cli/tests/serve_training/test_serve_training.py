@@ -357,6 +357,15 @@ def test_no_session_names_a_folder_elsewhere(url) -> None:
     assert "is not a model" in result.json()["error"]
 
 
+def test_a_web_page_needs_a_token(url) -> None:
+    import httpx
+
+    headers = {"X-API-Key": "tml-any", "Origin": "https://elsewhere.example", "Content-Type": "text/plain"}
+    answer = httpx.post(f"{url}/api/v1/create_session", content="{}", headers=headers)
+    assert answer.status_code == 403
+    assert "need a token" in answer.json()["error"]
+
+
 def test_a_repeated_request_computes_nothing(url, service) -> None:
     """As a client sends it whose connection broke."""
     import httpx

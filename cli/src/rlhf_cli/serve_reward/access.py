@@ -6,6 +6,7 @@ import argparse
 import hmac
 import ipaddress
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlhf.errors import ConfigError
@@ -60,10 +61,19 @@ class Access:
         header = (authorization or "").encode(errors="surrogateescape")  # a header may hold any bytes
         return hmac.compare_digest(header, f"Bearer {self.token}".encode(errors="surrogateescape"))
 
+    def refuses_page(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request comes from a web page and the server has no token. A page of any site can send requests to
+        servers on the machine of its reader. Browsers then add the header ``Origin``; programs do not."""
+        return self.token is None and "Origin" in headers
+
     def hide(self) -> None:
         """Remove the token from the environment, so that worker processes of rewards do not inherit it."""
         if self.variable is not None:
             os.environ.pop(self.variable, None)
+
+
+PAGE = "requests of web pages (with the header Origin) need a token: start the server with --token-env"
+"""The answer if :meth:`Access.refuses_page`."""
 
 
 def add_access(parser: argparse.ArgumentParser, port: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from rlhf_cli.serve_reward.access import Access
+from rlhf_cli.serve_reward.access import PAGE, Access
 from rlhf_cli.serve_reward.sample_groups import BadQuestion, Question, Unscored
 
 _LOG = logging.getLogger(__name__)
@@ -156,6 +156,8 @@ class Application:
         if not self._access.allows(request.headers.get("Authorization")):
             cause = "the token is missing or wrong; send it as Authorization: Bearer TOKEN"
             raise _Refused(401, cause, **{"WWW-Authenticate": "Bearer"})
+        if self._access.refuses_page(request.headers):
+            raise _Refused(403, PAGE)
 
     @contextmanager
     def _admit(self, samples: int) -> Any:

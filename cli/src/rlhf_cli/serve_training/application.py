@@ -24,7 +24,7 @@ from tinker import __version__ as VERSION
 from tinker import types
 from tinker.types.try_again_response import TryAgainResponse
 
-from rlhf_cli.serve_reward.access import Access
+from rlhf_cli.serve_reward.access import PAGE, Access
 from rlhf_cli.serve_training.losses import BadRequest
 from rlhf_cli.serve_training.models import BASE, SampleQuestion, TrainedModels
 from rlhf_cli.serve_training.wire import check_ids, read_learning, write_learned, write_samples
@@ -380,6 +380,8 @@ class TrainingApplication:
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not self._access.allows(f"Bearer {request.headers.get('X-API-Key', '')}"):
             return web.json_response({"error": "the API key is not the server's token (--token-env)"}, status=401)
+        if self._access.refuses_page(request.headers):
+            return web.json_response({"error": PAGE}, status=403)
         try:
             return await handler(request)
         except ValidationError as error:
