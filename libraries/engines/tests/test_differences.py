@@ -134,11 +134,13 @@ def test_folders_that_killed_processes_left_are_removed(tmp_path, monkeypatch):
         (folder / "0.safetensors").touch()
     for folder in (living.path, left):
         os.utime(folder, (0, 0))
+    pipe = tmp_path / f"{FOLDER}pipe"  # of another user, for instance: it is not waited for
+    os.mkfifo(pipe)
     weights_folder = WeightsFolder(None)
-    assert {*tmp_path.iterdir()} == {living.path, new, weights_folder.path}
+    assert {*tmp_path.iterdir()} == {living.path, new, weights_folder.path, pipe}
     weights_folder.remove()
     living.remove()
-    assert [*tmp_path.iterdir()] == [new]
+    assert {*tmp_path.iterdir()} == {new, pipe}
 
 
 def test_a_file_that_cannot_be_written_fails_the_sync(tmp_path):

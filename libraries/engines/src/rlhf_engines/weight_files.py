@@ -74,7 +74,8 @@ def _remove(process: int, folder: Path, lock: int) -> None:
 def _remove_left(place: Path) -> None:
     for folder in place.glob(f"{FOLDER}*"):
         with suppress(OSError):  # its process is alive, or it belongs to another user
-            lock = os.open(folder, os.O_RDONLY)
+            # every user may write to a temporary folder: a pipe of this name would be waited for
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if time.time() - os.fstat(lock).st_mtime > _NEW_SECONDS:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
