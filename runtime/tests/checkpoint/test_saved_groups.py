@@ -91,8 +91,10 @@ def test_no_groups_and_samples_without_turns_come_back(tmp_path):
     assert read_groups(path, find) == [failed]
 
 
-def test_many_batches_of_rows_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(sample_table, "AT_ONCE", 10)
+@pytest.mark.parametrize("limit", ["AT_ONCE", "IMAGES_AT_ONCE"])
+def test_many_batches_of_rows_come_back(tmp_path, monkeypatch, limit):
+    """Files with many tokens or large images have many batches, because a column of a batch holds at most 2 GiB."""
+    monkeypatch.setattr(sample_table, limit, 10)
     groups = [group(number, samples=number % 3) for number in range(20)]
     write_groups(tmp_path / "ready.arrow", groups)
     assert pa.ipc.open_file(pa.OSFile(str(tmp_path / "ready.arrow"))).num_record_batches > 5

@@ -104,6 +104,8 @@ NO_PROMPTS = {b"prompts": b"none"}
 SUFFIX = ".arrow"
 AT_ONCE = 2**18
 """Tokens that are written as one batch of rows, so that a file needs little memory."""
+IMAGES_AT_ONCE = 2**26
+"""The same for images, in bytes. A column of a batch can hold 2 GiB of them."""
 
 
 def load_writer() -> None:
@@ -194,13 +196,15 @@ def _differing(schema: pa.Schema) -> str:
 
 def _batches(samples: Iterable[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
     rows: list[Mapping[str, Any]] = []
-    tokens = 0
+    tokens = image_bytes = 0
     for sample in samples:
         rows.append(sample)
-        tokens += sum(len(turn["ids"]) for turn in sample.get("turns", ()))
-        if tokens >= AT_ONCE:
+        turns = sample.get("turns", ())
+        tokens += sum(len(turn["ids"]) for turn in turns)
+        image_bytes += sum(len(image["data"]) for turn in turns for image in turn["images"])
+        if tokens >= AT_ONCE or image_bytes >= IMAGES_AT_ONCE:
             yield _batch(rows)
-            rows, tokens = [], 0
+            rows, tokens, image_bytes = [], 0, 0
     if rows:
         yield _batch(rows)
 
