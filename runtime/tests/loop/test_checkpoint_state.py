@@ -31,16 +31,7 @@ def test_a_reward_is_saved_with_the_samples_that_it_scored() -> None:
             return {"scored": reward.scored}, []
 
     algorithm = SimpleNamespace(parts={}, state_dict=dict)
-    state = RunState(
-        algorithm,
-        {},
-        (),
-        SimpleNamespace(curriculum=None),
-        Going(),
-        {"own": reward},
-        {},
-        None,
-        SimpleNamespace(changes={}),
-    )
+    data, control = SimpleNamespace(curriculum=None), SimpleNamespace(changes={})
+    state = RunState(algorithm, {}, data, Going(), {"own": reward}, {}, None, control)
     values = state.collect(3).values
     assert values["components"]["reward.own"] == values["stream"] == {"scored": 1}

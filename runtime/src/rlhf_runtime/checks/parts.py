@@ -192,19 +192,16 @@ def unread_sections(plugins_of_run: RunPlugins) -> list[str]:
     return problems
 
 
-def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, int], schedule: UpdateSchedule) -> None:
+def check_roles(plugins_of_run: RunPlugins, schedule: UpdateSchedule) -> None:
     """Raises ConfigError if a trained role would never be updated, weights cannot be copied from role to role, or a
-    role cannot be precomputed or lend its head.
-
-    Args:
-        updates: {role: optimizer steps of the whole run}.
-    """
+    role cannot be precomputed or lend its head."""
     algorithm, roles, snapshots = plugins_of_run.algorithm, plugins_of_run.roles, schedule.snapshots
+    updates = schedule.total()
     _check_declared(algorithm, roles, snapshots | schedule.sources)
     trained = [name for name, role in roles.items() if role.trained]
     idle = [
-        f"{algorithm.name} configured like this does not update {name!r} in any of the run's {steps} steps. Raise "
-        "--run.steps, or let the training of this role start at an earlier step."
+        f"{algorithm.name} configured like this does not update {name!r} in any of the run's {len(schedule.planned)} "
+        "steps. Raise --run.steps, or let the training of this role start at an earlier step."
         for name in trained
         if not updates[name]
     ]

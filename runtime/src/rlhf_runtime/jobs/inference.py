@@ -61,11 +61,10 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampl
     for note in prepared.data.eval_notes:
         _say(note)
     launcher = prepared.parts["launcher"].build()
-    assert prepared.rollout is not None, "rollouts answer prompts"
     with ExitStack() as resources:
         resources.callback(launcher.shutdown)
         roles = launch_roles(prepared, launcher)
-        sampler = launch_sampler(prepared, prepared.rollout, roles, launcher, _say, resources)
+        sampler = launch_sampler(prepared, roles, launcher, _say, resources)
         with phase("first sync of weights to the generator"):
             sampler.weights.push(0)
         yield prepared, sampler

@@ -185,7 +185,6 @@ class RunState:
     """The state that a run needs to continue after a step as if it had not stopped.
 
     Args:
-        snapshots: roles whose weights the algorithm replaces during the run.
         stream: the stream of an online run; None in an offline run, which takes rows from ``data``.
     """
 
@@ -193,7 +192,6 @@ class RunState:
         self,
         algorithm: Algorithm,
         roles: Mapping[str, Role],
-        snapshots: Collection[str],
         data: TrainData,
         stream: Stream | None,
         rewards: Mapping[str, Reward],
@@ -204,7 +202,7 @@ class RunState:
     ) -> None:
         self.roles, self.data, self.stream, self.best, self.control = roles, data, stream, best, control
         self.trained_roles = tuple(name for name, role in roles.items() if role.spec.role.trained)
-        self.saved_roles = tuple(name for name in roles if name in (*self.trained_roles, *snapshots))
+        self.saved_roles = tuple(n for n, role in roles.items() if role.spec.role.trained or role.spec.replaced)
         """Roles whose weights a checkpoint must hold, because no model in the run file has them."""
         self.components: dict[str, Component] = {"algorithm": algorithm}
         """Every component whose state is in the checkpoint, by a stable name."""

@@ -167,7 +167,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
     resources.callback(timeline.close)
     sampler: Sampler | None = None
     if prepared.rollout is not None:
-        sampler = launch_sampler(prepared, prepared.rollout, roles, launcher, progress.note, resources, stop, timeline)
+        sampler = launch_sampler(prepared, roles, launcher, progress.note, resources, stop, timeline)
         if config.checkpoint.save_rollouts:
             load_writer()
     failures: list[Failures] = []
@@ -188,19 +188,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
     rewards = {r.name: r.instance for r in prepared.rewards}
     best = evaluation.best if evaluation is not None else None
     control = Control(stop, _trainer_options(prepared, roles), progress.note)
-    snapshots = prepared.schedule.snapshots
-    state = RunState(
-        algorithm,
-        roles,
-        snapshots,
-        data,
-        stream,
-        rewards,
-        prepared.observers,
-        best,
-        control,
-        prepared.rollout,
-    )
+    state = RunState(algorithm, roles, data, stream, rewards, prepared.observers, best, control, prepared.rollout)
     measure = Throughput(roles, prepared.places, sampler, config.run.peak_tflops).of_step
     trl = [section.label for section in config.observer if section.names == "trl"]
     optional = [section.label for section in config.observer if section.on_error == "warn"]

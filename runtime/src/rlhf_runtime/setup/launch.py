@@ -17,7 +17,6 @@ from rlhf.interfaces import (
     ModelSpec,
     Offloads,
     ReadRole,
-    Rollout,
     ScoreWithRole,
 )
 
@@ -87,7 +86,6 @@ def _base_of(name: str, prepared: PlacedPlugins, roles: Mapping[str, Role]) -> R
 
 def launch_sampler(
     prepared: Prepared,
-    rollout: Rollout,
     roles: Mapping[str, Role],
     launcher: Launcher,
     note: Callable[[str], None],
@@ -95,13 +93,14 @@ def launch_sampler(
     stop: StopRequest | None = None,
     timeline: Timeline = NO_TIMELINE,
 ) -> Sampler:
-    """Start the generator and set up the rewards.
+    """Start the generator and set up the rewards of a run with a rollout.
 
     Args:
         resources: receives the callbacks that release everything that was started.
         stop: tells whether the run was asked to stop.
         timeline: shows samples and rewards.
     """
+    assert prepared.rollout is not None
     config, template, episodes = prepared.config, prepared.data.template, prepared.episodes
     images = template.images.tokens if roles["policy"].spec.images else None
     limit = min(template.images.limit, prepared.engine_images(roles["policy"].spec))
@@ -124,7 +123,7 @@ def launch_sampler(
     offloading = {n: r for n, r in roles.items() if issubclass(prepared.trainer(n).resolved.cls, Offloads)}
     phases = Phases(generator, offloading, prepared.places, weights.refresh)
     parts = SampleParts(
-        rollout,
+        prepared.rollout,
         template,
         scorer,
         episodes,

@@ -77,16 +77,13 @@ class Prepared(PlacedPlugins):
         return (*self.data.notes, *unread, *stream_notes(self.config, self.algorithm), *idle)
 
 
-def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
+def prepare(config: RunFile, plugins: Plugins) -> Prepared:
     """Resolve and check a run.
-
-    Args:
-        scored: whether answers must get a reward.
 
     Raises ConfigError, PluginError, DataError or ModelError saying what to change.
     """
     config = with_folder(config)
-    return prepare_run(checked(config, plugins, scored, Commits(last_start(config).get("hub"))), plugins)
+    return prepare_run(checked(config, plugins, commits=Commits(last_start(config).get("hub"))), plugins)
 
 
 def last_start(config: RunFile) -> dict[str, Any]:
@@ -107,7 +104,7 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
     if "curriculum" in parts:
         data.choose_by(parts["curriculum"].build(), steps)
     schedule = UpdateSchedule.of(algorithm, steps)
-    check_roles(plugins_of_run, steps, schedule.total(), schedule)
+    check_roles(plugins_of_run, schedule)
     placed_plugins = place(plugins_of_run, tokenizer, schedule, data.has_images, previous_start.get("on_processor"))
     specs = placed_plugins.specs
     check_vocabularies(specs["policy"], tokenizer, specs.values())
