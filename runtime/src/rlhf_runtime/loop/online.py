@@ -13,7 +13,7 @@ def online(run: OnlineRun) -> None:
     run had no update at all.
     """
     for step in run.steps():  # from the last checkpoint on; ends early on a signal or early stop
-        with run.generating():
+        with run.timed("generate"), run.sampler.phases.stay_awake():
             run.stream.start(step)  # generates what is missing up to step + staleness, or lets it be generated
             ready = run.stream.take(step)  # this step's groups: scored, filtered, refilled
         batch, metrics = assemble(run.algorithm, ready.groups) if ready.groups else (None, {})

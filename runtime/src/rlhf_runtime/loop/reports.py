@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,11 +16,13 @@ from rlhf.types.arrays import float_array
 
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, TokenValues, write_groups
+from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.learn import LearnReports, Metrics
+from rlhf_runtime.loop.schedule import due
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.sample_metrics import failure_metrics, info_metrics, source_metrics
-from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
+from rlhf_runtime.observe.timeline import Timeline
 from rlhf_runtime.observe.trl_names import trl_names
 from rlhf_runtime.output.metrics import TIME
 from rlhf_runtime.output.run_directory import RunDirectory
@@ -66,23 +68,22 @@ class Reports(LearnReports):
         store: writes the error message if the disk is full.
         timeline: shows the phases of steps.
         measure: returns the throughput and memory of a step, from its times.
-        trl: observers that get the metric names of TRL.
-        optional: observers whose failure after the start does not end the run.
     """
 
     def __init__(
         self,
+        config: RunFile,
         directory: RunDirectory,
         progress: Progress,
         observers: Mapping[str, Observer],
         store: CheckpointStore,
-        timeline: Timeline = NO_TIMELINE,
-        measure: Callable[[Metrics], Metrics] = lambda times: {},
-        trl: Collection[str] = (),
-        optional: Collection[str] = (),
+        timeline: Timeline,
+        measure: Callable[[Metrics], Metrics],
     ) -> None:
-        self._directory, self._progress, self._observers, self._store = directory, progress, dict(observers), store
-        self.timeline, self._measure, self._trl, self._optional = timeline, measure, trl, optional
+        self._config, self._directory, self._progress, self._store = config, directory, progress, store
+        self._observers, self.timeline, self._measure = dict(observers), timeline, measure
+        self._trl = {section.label for section in config.observer if section.names == "trl"}
+        self._optional = {section.label for section in config.observer if section.on_error == "warn"}
         self._started = time.perf_counter()
         self._times: dict[str, float] = {}
         self._covered: set[str] = set()
@@ -161,8 +162,6 @@ class Reports(LearnReports):
         self,
         steps_done: int,
         ready: ReadyBatch,
-        save: bool,
-        show: bool,
         prompt_of: TellPrompt,
         options: RunOptions,
     ) -> Metrics:
@@ -174,12 +173,12 @@ class Reports(LearnReports):
 
         Returns the counts of the step's prompts and the means of its samples.
         """
-        if save:
+        if self._config.checkpoint.save_rollouts:
             with self._store.writing(path := self._directory.rollouts(steps_done)):
                 write_groups(path, ready.groups, prompt_of, self._token_values)
         self._token_values = {}
         self._progress.last_sample(steps_done, ready.groups)
-        if show:
+        if due(steps_done, self._config.run.show_samples):
             self._progress.samples(steps_done, ready.groups)
         self.observe("rollouts_finished", steps_done, ready.groups)
         counts = {f"stream/{name}": value for name, value in ready.counts.items()}

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,7 +27,7 @@ from rlhf_runtime.loop.evaluate import Evaluation
 from rlhf_runtime.loop.learn import Metrics, learn, snapshot
 from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.loop.saves import Saves
-from rlhf_runtime.loop.schedule import UpdateSchedule
+from rlhf_runtime.loop.schedule import UpdateSchedule, due
 from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress
@@ -197,9 +197,7 @@ class Run:
         if batch is not None:
             metrics |= self._adapt(step, batch, metrics)
         if ready is not None:
-            save, show = self.config.checkpoint.save_rollouts, _due(steps_done, self.config.run.show_samples)
-            prompt_of = self.data.template.prompt_of
-            metrics |= self.reports.samples(steps_done, ready, save, show, prompt_of, self.algorithm.run)
+            metrics |= self.reports.samples(steps_done, ready, self.data.template.prompt_of, self.algorithm.run)
         elif self.data.curriculum is not None:
             metrics |= self.data.curriculum.metrics()
         if self.config.stream.replay is None:  # a replay draws no rows
@@ -240,7 +238,7 @@ class Run:
         last, is_asked = self._is_last(steps_done), self.control.take_save()
         if saved:
             self.saves.complete(steps_done, is_best)
-        elif is_asked or _due(steps_done, section.every) or last or is_best:
+        elif is_asked or due(steps_done, section.every) or last or is_best:
             self.saves.save(steps_done, is_best)
         self.saves.export_best(steps_done)
         self.saves.export(steps_done, last)
@@ -304,7 +302,7 @@ class Run:
     def _evaluates(self, steps_done: int) -> bool:
         """Whether there is an evaluation after step ``steps_done``."""
         return self.evaluation is not None and (
-            _due(steps_done, self.config.eval.every) or steps_done == self.total_steps
+            due(steps_done, self.config.eval.every) or steps_done == self.total_steps
         )
 
     def _is_last(self, steps_done: int) -> bool:
@@ -344,15 +342,5 @@ class OnlineRun(Run):
     stream: Stream
     """The training batches."""
 
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Context of the phase that draws and scores samples."""
-        with self.timed("generate"), self.sampler.phases.stay_awake():
-            yield
-
     def trains_on(self, version: int) -> bool:
         return self.stream.samples_with(version)
-
-
-def _due(steps_done: int, every: int | None) -> bool:
-    return every is not None and steps_done % every == 0

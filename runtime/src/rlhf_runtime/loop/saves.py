@@ -22,6 +22,7 @@ from rlhf_runtime.loop.checkpoint_state import RunState, State
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.loop.model_card import write_card
 from rlhf_runtime.loop.reports import Reports
+from rlhf_runtime.loop.schedule import due
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.output.run_directory import RunDirectory
@@ -92,10 +93,9 @@ class Saves:
             last: this is the run's last step, so the final model is the same.
         """
         section = self._config.checkpoint
-        path, every = self._directory.exports(steps_done), section.export_every
-        if last or not steps_done or every is None or steps_done % every:
+        if last or not steps_done or not due(steps_done, section.export_every):
             return
-        with self._store.writing(path), self._reports.timed("export"):
+        with self._store.writing(self._directory.exports(steps_done)), self._reports.timed("export"):
             self._directory.export(steps_done, self.write_model, section.keep, self._progress.note)
 
     def export_best(self, steps_done: int) -> None:

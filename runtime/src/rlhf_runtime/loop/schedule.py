@@ -48,3 +48,8 @@ class UpdateSchedule:
         for count in self.planned:
             total.update(count)
         return total
+
+
+def due(steps_done: int, every: int | None) -> bool:
+    """Whether something that happens after ``every`` steps, or never if None, happens after step ``steps_done``."""
+    return every is not None and steps_done % every == 0

@@ -190,9 +190,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
     control = Control(stop, _trainer_options(prepared, roles), progress.note)
     state = RunState(algorithm, roles, data, stream, rewards, prepared.observers, best, control, prepared.rollout)
     measure = Throughput(roles, prepared.places, sampler, config.run.peak_tflops).of_step
-    trl = [section.label for section in config.observer if section.names == "trl"]
-    optional = [section.label for section in config.observer if section.on_error == "warn"]
-    reports = Reports(directory, progress, prepared.observers, store, timeline, measure, trl, optional)
+    reports = Reports(config, directory, progress, prepared.observers, store, timeline, measure)
     meta = checkpoint_metadata(prepared, roles["policy"])
     take_devices_back = sampler.phases.begin_learning if sampler is not None else lambda: None
     saves = Saves(config, algorithm, state, store, meta, directory, reports, progress, take_devices_back)
