@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from rlhf.errors import RewardError
 from rlhf.interfaces import ModelSpec
 from rlhf.ops.heads import LOGPROBS, VALUES
 from rlhf.types import Head, Image, RoleSpec
-from rlhf_runtime.calls.deadlines import DeadlineExpired, with_deadline
+from rlhf_runtime.calls.deadlines import DeadlineExpired, waiting, with_deadline
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role
@@ -71,6 +72,29 @@ def test_waiting_for_a_model_that_is_busy_does_not_count_towards_a_rewards_deadl
     assert main.run(scenario(0.0)) == 2
     with pytest.raises(DeadlineExpired):
         main.run(scenario(30.0))
+
+
+@pytest.mark.parametrize("begins_in_call", [True, False])
+def test_a_task_that_outlives_its_call_may_wait_for_a_model(main, begins_in_call: bool) -> None:
+    async def scenario() -> str:
+        end = asyncio.Event()
+
+        async def wait() -> str:
+            with waiting() if begins_in_call else nullcontext():
+                await end.wait()
+            with waiting():
+                return "read"
+
+        async def call() -> asyncio.Task[str]:
+            task = asyncio.create_task(wait())
+            await asyncio.sleep(0)
+            return task
+
+        task = await with_deadline(call(), 1.0)
+        end.set()
+        return await task
+
+    assert main.run(scenario()) == "read"
 
 
 def test_a_head_at_given_tokens(main) -> None:
