@@ -132,6 +132,24 @@ def test_new_weights_of_the_part_that_reads_images_are_used_at_once(qwen):
     assert qwen.apart(turn, RED, "q") < TOLERANCE
 
 
+def sampled_on_new_weights(setup, *parts):
+    """The sample of a request whose image is in a cached block, with a load of equal weights after its first token."""
+    setup.load(2, lambda name, tensor: tensor * 1.1)
+    request = setup.request(*parts)
+    [uninterrupted] = setup.sample(request)
+    assert setup.generator.advance({0: request}) == []
+    setup.load(3, lambda name, tensor: tensor * 1.1)
+    [(_, turn)] = setup.generator.advance({}, seconds=60)
+    assert turn.ids == uninterrupted.ids
+    assert [version for _, version in turn.versions] == [2, 3]
+    return turn
+
+
+def test_unfinished_samples_read_their_images_again_after_a_load(qwen):
+    parts = RED, "z" * 150
+    assert qwen.apart(sampled_on_new_weights(qwen, *parts), *parts) < TOLERANCE
+
+
 def test_a_sampled_token_of_an_image_is_no_image(qwen):
     """As in a conversation in which the policy wrote such a token before the next image was shown."""
     request, image = qwen.request("ab", RED, "cd"), qwen.model.config.image_token_id
@@ -186,6 +204,8 @@ def test_other_families(engines, tmp_path, family):
         instance.load(0, lambda name, tensor: tensor * 1.1)
         turns = instance.sample(*(instance.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
         assert max(instance.apart(turn, *parts) for turn, parts in zip(turns, PROMPTS, strict=True)) < TOLERANCE
+        parts = RED, "z" * 150
+        assert instance.apart(sampled_on_new_weights(instance, *parts), *parts) < TOLERANCE
     finally:
         generator.close()
 

@@ -93,6 +93,17 @@ def start_beside_numba() -> None:
         ffi.lib._fntab.setdefault("__dict__", {})
 
 
+def keep_pixels_of_cached_images() -> None:
+    """Make workers get the pixels of each image of a request. vLLM 0.32 leaves out those of images whose keys and
+    values are cached when the request starts. If a load of weights or a full cache drops these, the request is computed
+    again, and the engine would end without the pixels."""
+    from vllm.v1.core.sched import output
+
+    scheduler: Any = output
+    if hasattr(scheduler, "strip_covered_mm_data"):
+        scheduler.strip_covered_mm_data = lambda features, *_, **__: features
+
+
 def mend_drafts_on_a_cpu() -> None:
     """Mend speculative decoding in a worker on a CPU. There vLLM 0.32 leaves ``temperature``, ``top_k`` and ``top_p``
     of proposed tokens uninitialised (https://github.com/vllm-project/vllm/issues/55005). Its ``top_k`` also ends the

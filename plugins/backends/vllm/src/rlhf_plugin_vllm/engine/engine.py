@@ -32,7 +32,13 @@ from rlhf_plugin_vllm.engine.temporary_files import TemporaryFiles
 from rlhf_plugin_vllm.engine.worker_processes import WorkerProcesses
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
 from rlhf_plugin_vllm.processors import IMAGES, prepare
-from rlhf_plugin_vllm.versions import keep_seeds_on_a_cpu, keeping_process_groups, meeting_at, start_beside_numba
+from rlhf_plugin_vllm.versions import (
+    keep_pixels_of_cached_images,
+    keep_seeds_on_a_cpu,
+    keeping_process_groups,
+    meeting_at,
+    start_beside_numba,
+)
 
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _running: dict[int, bool] = {}
@@ -108,6 +114,7 @@ class Engine:
         if config.speculative is not None:
             start_numba()
         prepared = EngineArgs(**arguments(config, spec, platform, self.dtype)).create_engine_config()
+        keep_pixels_of_cached_images()
         if platform.cpu:
             keep_seeds_on_a_cpu()
             start_beside_numba()
