@@ -9,6 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,21 @@ class ThreeTurns(Rollout):
             turns += [ctx.encode_observation(self.observation)] if number else []
             turns.append(await ctx.generate(turns, ctx.sampling, number))
         return turns
+
+
+class Counted(ThreeTurns):
+    """Counts its live samples."""
+
+    name = "counted"
+    live = most = 0
+
+    async def run(self, row: Row, seed: int, ctx: Any) -> list[Turn]:
+        self.live += 1
+        self.most = max(self.most, self.live)
+        try:
+            return await super().run(row, seed, ctx)
+        finally:
+            self.live -= 1
 
 
 class NoRoom(Rollout):
@@ -155,8 +171,11 @@ class Engine:
 def stream(main: MainThread) -> Iterator[Callable[..., ContinuousStream]]:
     streams = []
 
-    def make(engine: Engine, rollout: Rollout | None = None, greedy: bool = False, **options: Any) -> ContinuousStream:
-        parts = SampleParts(rollout or ThreeTurns(), Template(), Scorer())  # type: ignore[arg-type]
+    def make(
+        engine: Engine, rollout: Rollout | None = None, greedy: bool = False, limit: int | None = None, **options: Any
+    ) -> ContinuousStream:
+        episodes = SimpleNamespace(limit=limit, agents=())
+        parts = SampleParts(rollout or ThreeTurns(), Template(), Scorer(), episodes)  # type: ignore[arg-type]
         rollouts = Rollouts(parts, engine, main, pool=engine)  # type: ignore[arg-type]
         settings = RolloutSettings(Sampling(max_new_tokens=4), SAMPLES, "sample", 0, 100, 60.0, greedy=greedy)
         options = {"batch_size": 2, "total_steps": 4, "staleness": 1, **options}
@@ -300,6 +319,24 @@ def test_engines_are_repaired_on_the_main_thread_while_nothing_ends(stream, monk
     source.start(0)
     assert [group.row.index for group in source.take(0).groups] == [0, 1]
     assert set(engine.repaired_on) == {threading.main_thread()}
+
+
+def test_an_evaluation_shares_the_places_of_live_samples(stream, main) -> None:
+    """Places are those of an environment, of whose episodes each has a worker process."""
+    rollout, engine = Counted(), Engine(100, held={0: 1})
+    training = stream(engine, rollout, limit=SAMPLES + 1)
+    training.start(0)
+    main.run(engine.until_held(SAMPLES))
+    evaluation = replace(training.settings, purpose="eval")
+    assert len(training.rollouts.run([row(index) for index in range(10, 15)], 0, evaluation)) == 5
+    assert rollout.most == SAMPLES + 1
+    training.hold()
+    assert rollout.live == 0, "a live sample would keep its place while it waits for the end of the evaluation"
+    counted = sum(engine.answers.values())
+    assert len(training.rollouts.run([row(15)], 0, evaluation)) == 1
+    assert sum(engine.answers.values()) == counted + SAMPLES * TURNS, "of the evaluation only"
+    training.release()
+    assert [group.number for group in training.take(0).groups] == [0, 1]
 
 
 def test_a_checkpoint_counts_all_rows_of_a_batch_that_is_being_started(stream) -> None:

@@ -158,8 +158,8 @@ def with_average(
     verified. It gets the live weights only if training samples will be drawn with them. After a failure the policy has
     its live weights again, so that they can be saved.
 
-    No token of a training sample is drawn with the average: unfinished answers of a continuous stream are completed
-    first, and further ones wait until the generator has its live weights again.
+    No token of a training sample is drawn with the average: live samples of a continuous stream are completed first,
+    and further ones wait until the generator has its live weights again.
 
     Args:
         stream: the stream of an online run.

@@ -170,7 +170,7 @@ class ContinuousStream(Stream):
 
     async def _begin(self) -> None:
         if self._requests is None:
-            self._requests = SingleRequests(self.pool, self.rollouts.limit)
+            self._requests = SingleRequests(self.pool, self.rollouts.places)
             for pending in self.pending:
                 if pending.group is None:  # restored from a checkpoint
                     self._launch(pending, self._requests)

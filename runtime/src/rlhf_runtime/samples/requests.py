@@ -123,61 +123,105 @@ class Waves:
             waiting.future.set_exception(broken)
 
 
+class Places:
+    """Limits the live samples of a continuous stream and of the evaluations beside it. When a place is free, samples of
+    an evaluation take it first. Used from the event loop only."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._waiting: tuple[deque[asyncio.Future[None]], deque[asyncio.Future[None]]] = deque(), deque()
+        """Samples of evaluations, and other samples."""
+
+    async def take(self, evaluates: bool) -> None:
+        """Wait until a place is free.
+
+        Args:
+            evaluates: whether the place is for a sample of an evaluation.
+        """
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[not evaluates].append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # cancelled just after it got a place
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """A place is free again."""
+        for queue in self._waiting:
+            while queue:
+                turn = queue.popleft()
+                if not turn.done():
+                    turn.set_result(None)
+                    return
+        self._free += 1
+
+
 class SingleRequests:
     """Sends each request by itself. It does not wait for other samples. Used from the event loop only, by the same
     three calls as :class:`Waves`.
 
     Args:
-        limit: largest number of live samples (an environment's concurrency).
+        places: limit of live samples (an environment's concurrency); None: no limit.
+        evaluates: whether the samples are of an evaluation.
     """
 
-    def __init__(self, pool: EnginePool, limit: int | None = None) -> None:
-        self._pool = pool
-        self._places = None if limit is None else asyncio.Semaphore(limit)
-        self._under_way = 0
-        """Number of unanswered requests."""
+    def __init__(self, pool: EnginePool, places: Places | None = None, evaluates: bool = False) -> None:
+        self._pool, self._places, self._evaluates = pool, places, evaluates
+        self._live = 0
+        """Number of live samples."""
         self._open, self._quiet = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._quiet.set()
 
     async def enter(self, order: tuple[int, ...]) -> None:
         """Wait until a place is free."""
-        if self._places is not None:
-            await self._places.acquire()
+        while True:
+            await self._open.wait()
+            if self._places is not None:
+                await self._places.take(self._evaluates)
+            if self._open.is_set():
+                break
+            if self._places is not None:  # held meanwhile
+                self._places.give_back()
+        self._live += 1
+        self._quiet.clear()
 
     def leave(self) -> None:
         """A sample has ended."""
         if self._places is not None:
-            self._places.release()
+            self._places.give_back()
+        self._live -= 1
+        if not self._live:
+            self._quiet.set()
 
     async def generate(self, order: tuple[int, ...], requests: Sequence[GenerationRequest]) -> list[Turn]:
         """The sampled turns of one sample."""
         return await asyncio.gather(*(self._answer(request) for request in requests))
 
     async def _answer(self, request: GenerationRequest) -> Turn:
-        while not self._open.is_set():  # it may be held again before this coroutine continues
-            await self._open.wait()
-        self._under_way += 1
-        self._quiet.clear()
         try:
             return await self._pool.answer(request)
         except RlhfError:
             raise
         except Exception as error:  # raised by the generator itself, not by a sample, rollout or environment
             raise WorkerError(f"generator {self._pool.name!r} raised {cause(error)}") from error
-        finally:
-            self._under_way -= 1
-            if not self._under_way:
-                self._quiet.set()
 
     def hold(self) -> asyncio.Event:
-        """Send no further request to the generator before :meth:`release`. Returns an event that is set once every
-        earlier request is answered."""
+        """Let no further sample enter before :meth:`release`. Returns an event that is set once no sample is live.
+
+        Live samples are completed: a sample that waited for its next turn would keep its place, which an evaluation
+        may need.
+        """
         self._open.clear()
         return self._quiet
 
     def release(self) -> None:
-        """Send the held requests, and later requests again, to the generator."""
+        """Let samples enter again."""
         self._open.set()
 
     async def settled(self) -> None:

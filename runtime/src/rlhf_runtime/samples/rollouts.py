@@ -20,7 +20,7 @@ from rlhf_runtime.calls.returned_values import InvalidResult, check_turns
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Slice, Timeline
 from rlhf_runtime.samples.failures import describe
-from rlhf_runtime.samples.requests import Requests, SingleRequests, Waves
+from rlhf_runtime.samples.requests import Places, Requests, SingleRequests, Waves
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
 from rlhf_runtime.samples.sample_context import SampleContext, SampleParts, TurnLog
 
@@ -53,6 +53,8 @@ class Rollouts:
         """Largest number of live samples, if the environment or the rollout has such a limit."""
         self.pool = pool
         """The generator, if requests are sent individually instead of in waves."""
+        self.places = Places(self.limit) if pool is not None and self.limit is not None else None
+        """The places of live samples, if requests are sent individually."""
         self.sampled_tokens = 0
         """Number of tokens that this process sampled for all training samples that have ended, including turns that the
         rollout did not return."""
@@ -81,7 +83,7 @@ class Rollouts:
             settings.failures.expect(len(sampled_numbers) * settings.samples)
         requests: Requests = Waves(self.generator, self.main, samples, self.limit)
         if self.pool is not None:
-            requests = SingleRequests(self.pool, self.limit)
+            requests = SingleRequests(self.pool, self.places, settings.purpose != TRAINING)
         numbers_of_ended = itertools.count(1)
 
         def count_end() -> None:
