@@ -69,6 +69,7 @@ def test_flags_and_options_of_the_run_file_and_of_plugins(complete):
     assert "--algorithm.loss.clip_high" in complete("train", "--algo", "grpo", "--algorithm.loss.")
     assert "--reward.0.weight" in complete("plan", "run.toml", "--reward.0.")
     assert "--placement.policy.ranks" in complete("plan", "--placement.")
+    assert complete("train", "--algorithm.members.") == complete("train", "--rollout.mcp.") == [], "a name of the user"
     assert complete("data", "preview", "--run.se") == ["--run.seed"]
     assert complete("runs", "--trainer.l") == [], "a command that reads no run file"
 
@@ -89,6 +90,9 @@ def test_flags_and_options_of_the_run_file_and_of_plugins(complete):
         (["explain", "--algo", "sf"], ["sft"]),
         (["init", "--env", "num"], ["number_game"]),
         (["completion", "z"], ["zsh"]),
+        (["train", "--algorithm.loss.loss_type", "s"], ["sigmoid", "simpo", "sppo_hard", "sft", "sigmoid_norm"]),
+        (["train", "--reward.0.mode", ""], ["fullmatch", "search", "rubric", "pairwise"]),
+        (["train", "--reward.0.extract", ""], []),
     ],
 )
 def test_values(complete, words, offered):

@@ -104,7 +104,8 @@ class _Words:
 
     def _all_options(self) -> dict[str, tuple[str, Sequence[str]]]:
         """{dotted name: (first sentence of its meaning, its values if they are a fixed set)} for the options of the run
-        file and of every plugin that a section may select."""
+        file and of every plugin that a section may select. The values are those of all plugins that have the option. Of
+        options below a name that the user chooses, only those of ``--placement`` are included."""
         if self._options is not None:
             return self._options
         from rlhf_runtime.config.options import plugin_options, run_file_options
@@ -122,11 +123,15 @@ class _Words:
                     continue
         self._options = {}
         for option in options:
-            if option.type == "table" or option.path.startswith("roles."):
+            if option.type == "table" or ("NAME" in option.path and not option.path.startswith("placement.")):
                 continue
             text = option.doc.partition(". ")[0].replace("%", "%%")
+            values = plugin_names(self._plugins, option.kind) if option.kind else option.allowed
             for path in dict.fromkeys(option.path.replace("NAME", place) for place in PLACES):
-                self._options[path] = text, plugin_names(self._plugins, option.kind) if option.kind else option.allowed
+                if path in self._options:  # of another plugin too
+                    text, earlier = self._options[path]
+                    values = tuple(dict.fromkeys((*earlier, *values))) if earlier and values else ()
+                self._options[path] = text, values
         return self._options
 
 
