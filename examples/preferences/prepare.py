@@ -1,7 +1,7 @@
 """Rows with preferences, labels and steps from GSM8K, and a small untrained model to learn from them.
 
 The output depends on the files and on --seed only. `baselines.json` has the accuracy of simple rules without a model on
-the held-out rows: a reward model is useful only above that.
+all held-out rows: a reward model is useful only above that. A run evaluates fewer: it leaves out rows over its limits.
 """
 
 from __future__ import annotations

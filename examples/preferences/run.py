@@ -75,7 +75,7 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
         print(f"\n$ {' '.join(step)}", flush=True)
         if execute(step):
             sys.exit(f"`{' '.join(step)}` failed; the message above says why")
-    print("\nWithout a model, on the held-out rows:")
+    print("\nWithout a model, on all held-out rows; a run leaves out those over its limits or after eval.max_rows:")
     for name, value in json.loads((TASK / "baselines.json").read_text(encoding="utf-8")).items():
         print(f"  {name}: {value:.3f}")
     for run in chosen:
