@@ -63,18 +63,19 @@ def serving(port: int, log: Path, dtype: str = "float32") -> Iterator[str]:
         process.start()
     try:
         address = f"http://127.0.0.1:{port}"
-        while not _answers(address):
-            assert process.is_alive(), log.read_text()[-3000:]
-            time.sleep(0.1)
+        with httpx.Client() as client:  # which reads its certificates once
+            while not _answers(client, address):
+                assert process.is_alive(), log.read_text()[-3000:]
+                time.sleep(0.1)
         yield address
     finally:
         process.terminate()
         process.join()
 
 
-def _answers(address: str) -> bool:
+def _answers(client: httpx.Client, address: str) -> bool:
     try:
-        return httpx.get(f"{address}/health").status_code == 200
+        return client.get(f"{address}/health").status_code == 200
     except httpx.TransportError:
         return False
 

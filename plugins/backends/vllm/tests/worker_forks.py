@@ -17,6 +17,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import pytest
+
 PRELOADED = (
     "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "vllm.entrypoints.launchers.api_server.entry",
     "rlhf_plugin_vllm.worker.extension",
@@ -62,9 +64,12 @@ def context() -> Forking:
 
 
 def start() -> None:
-    """Start the server. It ends with this process. Its socket is in the current folder for temporary files."""
+    """Start the server. It ends with this process. Its socket is in the current folder for temporary files. As in the
+    plugin's own engines, vLLM does not compile small helper functions, which takes each worker many seconds."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
-    forkserver.ensure_running()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TORCHDYNAMO_DISABLE", "1")
+        forkserver.ensure_running()
 
 
 def serve(words: list[str], log: Path) -> None:
