@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rlhf.ops.batch import Batch
-from rlhf.types import Row, Trajectory, Turn
+from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_modeling import packed_model
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
@@ -302,9 +302,11 @@ def test_old_weights_that_are_not_kept_are_not_examined(shop: Workshop) -> None:
     assert all(words in early.said for words in ("not kept", "--step 1, 5", "--checkpoint.every 1"))
 
 
-def test_a_sampled_turn_without_tokens_needs_no_version() -> None:
+def test_a_sampled_turn_without_tokens_needs_no_version(tmp_path: Path) -> None:
     turns = [Turn([5], False), Turn([6], True, [-1.0], ((0, 3),), "stop"), Turn([8], False), Turn([], True, [])]
-    samples = _Samples.of([Trajectory(Row({}, "unit", 0), turns, (0, 0))])
+    row = Row({}, "unit", 0)
+    write_groups(tmp_path / "step.arrow", [Group(row, 0, [Trajectory(row, turns, (0, 0))])])
+    samples = _Samples.read(tmp_path / "step.arrow", max_samples=1)
     assert (samples.version_A.tolist(), samples.end_A.tolist()) == ([3], [True])
 
 

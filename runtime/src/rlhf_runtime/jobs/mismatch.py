@@ -31,7 +31,7 @@ from rlhf.types.arrays import int_array
 from torch import Tensor
 
 from rlhf_runtime.checkpoint import CheckpointStore
-from rlhf_runtime.checkpoint.saved_groups import agent_of, read_groups, recorded, unit_of
+from rlhf_runtime.checkpoint.saved_groups import read_groups, recorded, unit_of
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.template import Template
@@ -151,10 +151,9 @@ def examine(
             f"--step {', '.join(map(str, steps)) or '(none)'}. Run with --checkpoint.every 1 to keep the "
             "weights of the last steps."
         )
-    trajectories = _read_samples(file, max_samples)
+    samples = _Samples.read(file, max_samples)
     generator = select(plugins, "generator", config.generator)
-    samples = _Samples.of(trajectories)
-    causes, passes, dtype = _compute(config, plugins, run, file, trajectories, samples, version, note)
+    causes, passes, dtype = _compute(config, plugins, run, samples, version, note)
     residual = _Residual(samples, passes.table, version)
     candidates = [cause for cause in CAUSES if causes[cause].changes]
     best = {
@@ -178,12 +177,12 @@ def examine(
     gap_A = samples.generator_A - trainer_A
     return Mismatch(
         step=step,
-        samples=len(trajectories),
+        samples=len(samples.trajectories),
         tokens=len(gap_A),
         dtype=dtype,
         gap=best[()][0],
         kl=float((torch.exp(-gap_A) - 1 + gap_A).mean()),
-        reproduced=_recorded_gap(file, trajectories, trainer_A),
+        reproduced=_recorded_gap(samples, trainer_A),
         composition=composition,
         rounding=rounding,
         floor=floor,
@@ -201,8 +200,6 @@ def _compute(
     config: RunFile,
     plugins: Plugins,
     run: Path,
-    file: Path,
-    trajectories: Sequence[Trajectory],
     samples: _Samples,
     version: int,
     note: Callable[[str], None],
@@ -229,7 +226,7 @@ def _compute(
             for remark in role.facts.notes:
                 note(remark)
             dtype, adapters = role.facts.dtype, BASE in role.facts.views
-            batches, differing = _batches(trajectories, samples.batch, file, prompts, replays)
+            batches, differing = _batches(samples, prompts, replays)
             merged = adapters and config.sync.adapters == "merged" and role.facts.experts is None
             exports = {}
             if merged:
@@ -248,7 +245,7 @@ def _compute(
         for (exported, path), (other_dtype, run_config) in product(exports.items(), dtypes.items()):
             with loaded_policy(run_config, plugins, run, path) as (role, _, _):
                 passes.compute_rounded(role, exported, other_dtype)
-    causes |= {TEMPLATE: template(len(trajectories), differing), ARITHMETIC: arithmetic(dtype, len(dtypes) > 1)}
+    causes |= {TEMPLATE: template(len(samples.trajectories), differing), ARITHMETIC: arithmetic(dtype, len(dtypes) > 1)}
     if adapters:  # version 0 has no adapters
         earlier = [n for n in earlier if n < version]
     return older_weights(causes, earlier, adapters, merged), passes, dtype
@@ -271,8 +268,11 @@ def _scratch(run: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
-    """The sampled tokens, in the order of the batch."""
+    """Recorded samples, and their sampled tokens in the order of the batch."""
 
+    trajectories: Sequence[Trajectory]
+    lines: Sequence[Mapping[str, Any]]
+    """The recorded values of each sample."""
     batch: Batch
     generator_A: Tensor
     version_A: Tensor
@@ -285,7 +285,25 @@ class _Samples:
         return dict(zip(versions.tolist(), (counts / len(self.version_A)).tolist(), strict=True))
 
     @staticmethod
-    def of(trajectories: Sequence[Trajectory]) -> _Samples:
+    def read(file: Path, max_samples: int) -> _Samples:
+        """Samples with log-probs of the generator and versions of its weights, evenly spaced in the file."""
+        groups = read_groups(file, lambda source, index: Row({}, source, index))
+        usable = []
+        for trajectory in (t for group in groups for t in group.trajectories):
+            turns = [turn for turn in trajectory.turns if turn.sampled]
+            is_usable = all(
+                turn.logprobs is not None and turn.versions and not turn.is_demonstration for turn in turns if turn.ids
+            )
+            if trajectory.status != "failed" and trajectory.sampled_tokens and is_usable:
+                usable.append(trajectory)
+        if not usable:
+            raise ConfigError(
+                f"no sample in {file} has log-probs of the generator: the generator reports none, all samples failed, "
+                "or their answers come from the data. There is nothing to compare."
+            )
+        trajectories = usable[:: math.ceil(len(usable) / max_samples)]
+        lines_of_units = {unit_of(line): line for _, line in recorded(file) if line["sample"] is not None}
+        lines = [lines_of_units[group_number(t.index[0], t.agent), t.index[1]] for t in trajectories]
         batch = _assemble(trajectories)
         versions: list[int] = []
         ends: list[bool] = []
@@ -295,7 +313,8 @@ class _Samples:
                 versions += [version] * (last - first)
             ends += [False] * (len(turn.ids) - 1) + [turn.finish == "stop"]
         generator_A = batch.tok["gen_logprobs"][batch.tok["loss_mask"]]
-        return _Samples(batch, generator_A, torch.tensor(versions), torch.tensor(ends))
+        version_A, end_A = torch.tensor(versions), torch.tensor(ends)
+        return _Samples(trajectories, lines, batch, generator_A, version_A, end_A)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,25 +380,6 @@ def _explanation(gaps: Mapping[tuple[str, ...], float], floor: float) -> tuple[s
     return min((c for c, gap in gaps.items() if gap <= limit), key=lambda c: (len(c), gaps[c]))
 
 
-def _read_samples(file: Path, max_samples: int) -> list[Trajectory]:
-    """Samples with log-probs of the generator and versions of its weights."""
-    groups = read_groups(file, lambda source, index: Row({}, source, index))
-    usable = []
-    for trajectory in (t for group in groups for t in group.trajectories):
-        turns = [turn for turn in trajectory.turns if turn.sampled]
-        is_usable = all(
-            turn.logprobs is not None and turn.versions and not turn.is_demonstration for turn in turns if turn.ids
-        )
-        if trajectory.status != "failed" and trajectory.sampled_tokens and is_usable:
-            usable.append(trajectory)
-    if not usable:
-        raise ConfigError(
-            f"no sample in {file} has log-probs of the generator: the generator reports none, all samples failed, or "
-            "their answers come from the data. There is nothing to compare."
-        )
-    return usable[:: math.ceil(len(usable) / max_samples)]
-
-
 def _assemble(trajectories: Sequence[Trajectory]) -> Batch:
     groups = [Group(t.row, number, [t]) for number, t in enumerate(trajectories)]
     batch = assemble(groups, scored=False)
@@ -387,9 +387,7 @@ def _assemble(trajectories: Sequence[Trajectory]) -> Batch:
     return batch
 
 
-def _batches(
-    trajectories: Sequence[Trajectory], batch: Batch, file: Path, template: Template, replays: bool
-) -> tuple[dict[tuple[bool, bool], Batch], int]:
+def _batches(samples: _Samples, template: Template, replays: bool) -> tuple[dict[tuple[bool, bool], Batch], int]:
     """{(rendered, rerouted): batch}, and the number of prompts that the template now renders differently. The batch is
     as recorded and, if prompts differ, also with the new prompts. Each is with and without recorded experts, if there
     are any.
@@ -397,14 +395,9 @@ def _batches(
     Args:
         replays: whether the run's trainer replays the recorded experts.
     """
-    prompts = {
-        (*line["index"], agent_of(line["turns"])): line.get("prompt")
-        for _, line in recorded(file)
-        if line["sample"] is not None
-    }
-    rendered, differing = [], 0
-    for trajectory in trajectories:
-        prompt, turns = prompts.get((*trajectory.index, trajectory.agent)), trajectory.turns
+    batch, rendered, differing = samples.batch, [], 0
+    for trajectory, line in zip(samples.trajectories, samples.lines, strict=True):
+        prompt, turns = line.get("prompt"), trajectory.turns
         has_text_prompt = not turns[0].sampled and turns[1].sampled and not turns[0].images
         ids = _prompt_ids(template, prompt) if prompt is not None and has_text_prompt else None
         if ids and ids != list(turns[0].ids):
@@ -445,14 +438,12 @@ def _bins(batch: Batch, gap_A: Tensor) -> Iterator[Bin]:
         first, last = last + 1, 4 * last + 3
 
 
-def _recorded_gap(file: Path, trajectories: Sequence[Trajectory], trainer_A: Tensor) -> float | None:
+def _recorded_gap(samples: _Samples, trainer_A: Tensor) -> float | None:
     """Mean difference between the trainer's log-probs now and those that the step recorded."""
-    values = {unit_of(line): line.get("token_values") or {} for _, line in recorded(file) if line["sample"] is not None}
     differences, start = [], 0
-    for trajectory in trajectories:
+    for trajectory, line in zip(samples.trajectories, samples.lines, strict=True):
         end = start + trajectory.sampled_tokens
-        number = group_number(trajectory.index[0], trajectory.agent)
-        step_logprobs = values[number, trajectory.index[1]].get("policy/logprobs")
+        step_logprobs = (line.get("token_values") or {}).get("policy/logprobs")
         if step_logprobs is not None:  # one value stands for all if they are equal
             differences.append((trainer_A[start:end] - torch.tensor(list(step_logprobs))).abs())
         start = end
