@@ -116,7 +116,6 @@ def _names(
         "ABOUT": _fill(TEXTS.get(kind, ABOUT_PLUGIN), {"NAME": name, "KIND_TITLE": kind.capitalize()}),
         "DIST": distribution,
         "PACKAGE": package,
-        "MODULE": kind,
         "CLASS": classes[kind],
         "LOSS_CLASS": classes.get("loss", ""),
         "ADVANTAGE_CLASS": classes.get("advantage", ""),
