@@ -403,12 +403,12 @@ class GeneratorContract(SamplingChecks, Contract):
         from rlhf_workers.links.coordination import serve
         from rlhf_workers.links.ends import ConnectedTrainer
         from rlhf_workers.links.link import Link
-        from rlhf_workers.links.receiving import receives_over_links
+        from rlhf_workers.links.receiving import ReceivesOverLinks
 
         config = next(iter(self.grid()))
         label, s = self.label(config), self.make(config)
         generator = s.generator
-        if not receives_over_links(type(generator)) or torch.cuda.is_available():
+        if not isinstance(generator, ReceivesOverLinks) or torch.cuda.is_available():
             return
         if sys.platform != "linux":
             raise SkipTest(f"The check needs Linux, where processes map each other's memory; this is {sys.platform}")

@@ -26,7 +26,7 @@ from rlhf_workers.engines.front import EngineGroup, check_takes_tensors
 from rlhf_workers.engines.pool import EngineWorkers
 from rlhf_workers.engines.weight_link import NO_LINKS, WeightLink, choose_kind
 from rlhf_workers.launcher_options import WorkerOptions
-from rlhf_workers.links.receiving import receives_over_links
+from rlhf_workers.links.receiving import ReceivesOverLinks
 from rlhf_workers.placement import Allocation
 from rlhf_workers.process.payload import pack
 
@@ -85,7 +85,7 @@ class WorkerLauncher(Launcher):
             require_possible(Path(config.reports), "launcher.reports")
         if generator is not None:
             check_takes_tensors(generator, cls.name)
-            if transport in ("shared", "broadcast") and not receives_over_links(generator):
+            if transport in ("shared", "broadcast") and not issubclass(generator, ReceivesOverLinks):
                 raise ConfigError(f"sync.transport = {transport!r} is not possible: {NO_LINKS}. Remove it.")
 
     def _begin_placing(self, reports: Path | None) -> None:
@@ -153,7 +153,7 @@ class WorkerLauncher(Launcher):
             check_takes_tensors(generator, self.name)
             devices = self._reserved(POLICY, GENERATOR)
             allocations = devices.allocations[POLICY], devices.allocations[GENERATOR]
-            links = receives_over_links(generator)
+            links = issubclass(generator, ReceivesOverLinks)
             self._link = choose_kind(transport, links, *allocations, devices.cuda, devices.nodes)
 
     def _end_workers(self, last_first: ExitStack) -> None:

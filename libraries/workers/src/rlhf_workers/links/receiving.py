@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from rlhf.interfaces import Generator, TakesTensors
+from rlhf.interfaces import TakesTensors
 
 if TYPE_CHECKING:
     from rlhf.weights.bucket import Bucket
@@ -39,8 +39,3 @@ class ReceivesOverLinks(TakesTensors):
     @abstractmethod
     def stale(self, bucket: Bucket | BucketHeader) -> list[str]:
         """Same as :meth:`rlhf.interfaces.TakesTensors.stale`. Each receiving process opens each header exactly once."""
-
-
-def receives_over_links(generator: type[Generator]) -> bool:
-    """Whether a generator takes weights over links."""
-    return issubclass(generator, ReceivesOverLinks)
