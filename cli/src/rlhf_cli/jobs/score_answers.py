@@ -74,8 +74,8 @@ def score_answers(
     columns: Sequence[str],
     output: Path,
     *,
-    force: bool = False,
-    note: Callable[[str], None] = lambda text: None,
+    force: bool,
+    note: Callable[[str], None],
 ) -> ScoreTotals:
     """Score every answer of ``data.eval`` and write one line per answer to ``output``, in the format of
     `rlhf eval --save`.

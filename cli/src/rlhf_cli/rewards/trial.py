@@ -52,8 +52,7 @@ def try_rewards(
     columns: Sequence[str],
     file: Path | None,
     probes: int,
-    *,
-    note: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None],
 ) -> Trial:
     """Score every answer, and the probes of some rows.
 

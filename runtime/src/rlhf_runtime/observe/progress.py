@@ -291,7 +291,7 @@ def shown_metrics(names: Collection[str], labels: Iterable[str] = HEADLINE) -> l
     return list(labelled_metrics(names, {label: HEADLINE[label] for label in labels}).values())
 
 
-def labelled_metrics(names: Collection[str], headline: Mapping[str, tuple[str, ...]] = HEADLINE) -> dict[str, str]:
+def labelled_metrics(names: Collection[str], headline: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     """{label: the metric that it shows} of those of ``names`` that ``headline`` has. An algorithm of several members
     reports a reward for each of them, with the label ``MEMBER reward``."""
     metrics: dict[str, str] = {}

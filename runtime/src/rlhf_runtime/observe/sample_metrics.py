@@ -64,7 +64,7 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
     return metrics
 
 
-def metric_names(samples: int, sources: Collection[str], scored: bool, passes: bool = True) -> list[str]:
+def metric_names(samples: int, sources: Collection[str], scored: bool, passes: bool) -> list[str]:
     """Every name that :func:`evaluation_metrics` can return, except names from ``Trajectory.info``, which are not known
     before samples exist.
 
