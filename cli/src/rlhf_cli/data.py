@@ -170,7 +170,10 @@ def _tokens(sequence: dict[str, Any], colour: bool) -> Any:
         counts += f", {len(steps)} steps"
     text = Text().append(counts + "\n", "cyan")
     trained, size = False, len(sequence["texts"])
-    for number, index in enumerate(_positions_to_show(size)):
+    positions: list[int | None] = [*range(size)]
+    if size > LONG:
+        positions[LONG // 2 : size - LONG // 2] = [None]
+    for number, index in enumerate(positions):
         if index is None:
             text.append(f" ... {size - LONG} tokens ... ", "yellow")
             continue
@@ -185,16 +188,6 @@ def _tokens(sequence: dict[str, Any], colour: bool) -> Any:
     if trained and not colour:
         text.append("⟧")
     return text
-
-
-def _positions_to_show(size: int) -> Iterator[int | None]:
-    """Positions of the tokens to show; None for those left out in the middle."""
-    if size <= LONG:
-        yield from range(size)
-        return
-    yield from range(LONG // 2)
-    yield None
-    yield from range(size - LONG // 2, size)
 
 
 def _summary(use: str, counts: dict[str, Any]) -> Iterator[str]:
