@@ -22,6 +22,7 @@ from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
 from rlhf.plugins.entry import KINDS, distribution_of
 
 from rlhf_cli.command_group import CommandGroup
+from rlhf_cli.command_output import say
 from rlhf_cli.scaffold import LIKE, write_plugin
 
 SECTIONS = {"env": "[env]", "reward": "[[reward]]", "rollout": "[rollout]"}
@@ -52,9 +53,9 @@ class PluginsListCommand(Command):
             for e, status in zip(entries, statuses, strict=True)
         ]
         if args.json:
-            _write(json.dumps(rows, indent=2))
+            say(json.dumps(rows, indent=2))
         else:
-            _write(_table(["kind", "name", "distribution", "version", "status"], rows))
+            say(_table(["kind", "name", "distribution", "version", "status"], rows))
         return 1 if args.check and any(status != "ok" for status in statuses) else 0
 
 
@@ -92,7 +93,7 @@ class PluginsShowCommand(Command):
 
         plugins = Plugins.discover()
         descriptions = [describe(resolved, plugins) for resolved in _resolve_all(plugins, args.name, args.kind)]
-        _write(json.dumps(descriptions, indent=2) if args.json else "\n\n".join(map(as_text, descriptions)))
+        say(json.dumps(descriptions, indent=2) if args.json else "\n\n".join(map(as_text, descriptions)))
         return 0
 
 
@@ -141,7 +142,7 @@ class PluginsNewCommand(Command):
             f"pytest {folder}",
             f"rlhf plugins show {args.name} --kind {args.kind}",
         ]
-        _write("\n  ".join([f"wrote {folder}; next:", *commands]))
+        say("\n  ".join([f"wrote {folder}; next:", *commands]))
         installed = {
             f"{e.distribution} {e.version}" for e in Plugins.discover().list() if e.distribution == folder.name
         }
@@ -182,7 +183,7 @@ class PluginsIsolateCommand(Command):
             raise ConfigError(
                 f"there are plugins {args.name!r} of the kinds {', '.join(r.kind for r in matches)}: add --kind"
             )
-        _write(isolate(matches[0], args.output, args.python, args.packages))
+        say(isolate(matches[0], args.output, args.python, args.packages))
         return 0
 
 
@@ -263,17 +264,17 @@ class PluginsCheckCommand(Command):
                     first = first_names.setdefault(result.detail, result.name)
                     new = first == result.name or (result.passed and not result.skipped)
                     detail = result.detail if new else f"Same reason as {first}."
-                    _write(f"{rows[-1]['outcome'].ljust(8)}  {resolved.kind} {resolved.name}: {result.name}: {detail}")
+                    say(f"{rows[-1]['outcome'].ljust(8)}  {resolved.kind} {resolved.name}: {result.name}: {detail}")
 
             # Output of a plugin must not be in the JSON.
             with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
                 conformance.run(resolved, report, args.only)
         counts = Counter(row["outcome"] for row in rows)
         if args.json:
-            _write(json.dumps(rows, indent=2))
+            say(json.dumps(rows, indent=2))
         else:
             summary = f"{counts['ok']} passed, {counts['FAILED']} failed, {counts['left out']} left out"
-            _write(f"{len(rows)} checks: {summary}.")
+            say(f"{len(rows)} checks: {summary}.")
         return 1 if counts["FAILED"] or not rows else 0
 
 
@@ -292,10 +293,6 @@ def _refuse_unknown_check(text: str, kinds: list[str]) -> None:
 def _row(result: Any) -> dict[str, str]:
     outcome = "left out" if result.skipped else "ok" if result.passed else "FAILED"
     return {"check": result.name, "outcome": outcome, "detail": result.detail}
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
 
 
 class PluginsCommand(CommandGroup):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
+
+from rlhf_cli.command_output import say
 
 if TYPE_CHECKING:
     from rlhf_cli.options.explained import Explained
@@ -49,23 +50,21 @@ class ExplainCommand(Command):
             rows = [
                 {"section": s.path, "heading": s.heading, "plugin": s.default_plugin, "doc": s.doc} for s in sections()
             ]
-            _write(json.dumps(rows, indent=2) if args.json else _list_of_sections(rows))
+            say(json.dumps(rows, indent=2) if args.json else _list_of_sections(rows))
             return 0
         flags = overrides(args)
         flags = flags if args.run_file is not None else [("algorithm.use", UNNAMED), *flags]
         explanation = explained(args.name, load(args.run_file, flags), Plugins.discover())
         if args.json:
-            _write(
+            say(
                 json.dumps(
                     [asdict(e.option) | {"resume": e.resume, "live": e.live} for e in explanation.options], indent=2
                 )
             )
         elif explanation.single:
-            _write(_description(explanation.options[0]))
+            say(_description(explanation.options[0]))
         else:
-            _write(
-                "\n".join([*explanation.head, *(line for e in explanation.options for line in _short(e))]).lstrip("\n")
-            )
+            say("\n".join([*explanation.head, *(line for e in explanation.options for line in _short(e))]).lstrip("\n"))
         return 0
 
 
@@ -122,10 +121,6 @@ RESUME = {
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
 
 
 @hookimpl
