@@ -362,7 +362,7 @@ def test_a_view_shares_devices_or_leaves_its_own_idle(layout):
     for outcome in (separate, shared):
         [group] = make_plan(outcome).groups
         assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
-    texts = [describe(outcome, outcome.places["reference"], "reference") for outcome in (separate, shared)]
+    texts = [describe(outcome, "reference") for outcome in (separate, shared)]
     assert texts[0] == "policy's model without adapters; 1 device of its own idle: share those of policy"
     assert texts[1] == "policy's model without adapters"
     [line] = [p for p in as_json(make_plan(shared), None)["placement"] if p["name"] == "reference"]

@@ -179,8 +179,8 @@ def _placement(plan: Plan) -> Table:
     table = Table(title=f"Placement: {count} device{'s' if count > 1 else ''}", title_justify="left")
     for column in ("role", "where", "model", "parameters", "trained", "micro-batch", "arithmetic"):
         table.add_column(column)
-    for name, place in plan.layout.places.items():
-        placement = describe(plan.layout, place, name)
+    for name in plan.layout.places:
+        placement = describe(plan.layout, name)
         if name in plan.layout.views:
             table.add_row(name, placement, "", "0", "no", "", "")
             continue

@@ -49,8 +49,7 @@ def layout_of(run: RunPlugins, machine: Machine, lengths: Lengths | None = None)
     """
     places = run.places_on(machine.device)
     lengths = lengths or read_lengths(run)
-    processes = "processes" in run.parts["launcher"].resolved.cls.capabilities
-    machine = Machine(machine.device, machine.memory, machine.host_memory, machine.devices_per_node, processes)
+    machine = replace(machine, processes="processes" in run.parts["launcher"].resolved.cls.capabilities)
     roles = {name: _role(run, name, places[name], machine, lengths) for name in run.roles}
     views = _views(run, places, roles)
     # The model of these roles also does the work of their views, which were only known with the sizes above.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rlhf.interfaces.launcher import GENERATOR, Place
+from rlhf.interfaces.launcher import GENERATOR
 
 from rlhf_cli.plan.layout import Layout
 from rlhf_cli.plan.nearest_change import Nearest
@@ -24,7 +24,7 @@ def as_json(plan: Plan, change: Nearest | None, notes: Sequence[str] = ()) -> di
         "device_memory": machine.memory,
         "host_memory": machine.host_memory,
         "devices": plan.layout.devices,
-        "placement": [_place(plan.layout, name, place) for name, place in plan.layout.places.items()],
+        "placement": [_place(plan.layout, name) for name in plan.layout.places],
         "groups": [_group(g) for g in plan.groups],
         "shortages": [
             {
@@ -42,7 +42,8 @@ def as_json(plan: Plan, change: Nearest | None, notes: Sequence[str] = ()) -> di
     }
 
 
-def _place(layout: Layout, name: str, place: Place) -> dict[str, Any]:
+def _place(layout: Layout, name: str) -> dict[str, Any]:
+    place = layout.places[name]
     line: dict[str, Any] = {"name": name, "ranks": place.ranks, "devices": place.devices, "share": place.share}
     if name == GENERATOR:
         assert layout.engines is not None
@@ -103,9 +104,8 @@ def _peak(plan: Plan) -> int:
 
 def summary(plan: Plan) -> Iterable[str]:
     """Placement, totals by phase and the verdict, without the parts."""
-    places = plan.layout.places
-    for name, place in places.items():
-        yield f"place {name}: {describe(plan.layout, place, name)}"
+    for name in plan.layout.places:
+        yield f"place {name}: {describe(plan.layout, name)}"
     for group in plan.groups:
         totals = ", ".join(f"{phase} {text(m.total)}" for phase, m in group.moments.items())
         yield f"memory {group.group.title}: {totals}"
@@ -113,8 +113,9 @@ def summary(plan: Plan) -> Iterable[str]:
     yield disk(plan.layout)
 
 
-def describe(layout: Layout, place: Place, name: str) -> str:
+def describe(layout: Layout, name: str) -> str:
     """``4 engines of 2 devices on the devices of policy``."""
+    place = layout.places[name]
     if not layout.machine.processes:
         return "in this process" + (
             f", {layout.views[name].base_role}'s without adapters" if name in layout.views else ""
