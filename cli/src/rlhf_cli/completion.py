@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from rlhf import hookimpl
 from rlhf.errors import ConfigError, RlhfError
@@ -77,7 +78,6 @@ class _Words:
 
     def __init__(self, plugins: Plugins) -> None:
         self._plugins = plugins
-        self._options: dict[str, tuple[str, Sequence[str]]] | None = None
 
     def fill(self, parser: argparse.ArgumentParser, command: Command) -> None:
         """Set the completion values of each argument of a command's parser."""
@@ -93,21 +93,20 @@ class _Words:
             elif metavar == "NAME" and parser.prog.startswith("rlhf plugins "):
                 action.choices = plugin_names(self._plugins, None)
         if command.run_file_flags:
-            for path, (text, choices) in self._all_options().items():
+            for path, (text, choices) in self._options.items():
                 if f"--{path}" not in parser._option_string_actions:
                     parser.add_argument(f"--{path}", choices=choices or None, help=text)
 
     def _sections(self) -> list[str]:
         from rlhf_runtime.config.options import sections
 
-        return [section.path for section in sections()] + list(self._all_options())
+        return [section.path for section in sections()] + list(self._options)
 
-    def _all_options(self) -> dict[str, tuple[str, Sequence[str]]]:
+    @cached_property
+    def _options(self) -> dict[str, tuple[str, Sequence[str]]]:
         """{dotted name: (first sentence of its meaning, its values if they are a fixed set)} for the options of the run
         file and of every plugin that a section may select. The values are those of all plugins that have the option. Of
         options below a name that the user chooses, only those of ``--placement`` are included."""
-        if self._options is not None:
-            return self._options
         from rlhf_runtime.config.options import plugin_options, run_file_options
         from rlhf_runtime.config.runfile import LISTS, SINGLE
         from rlhf_runtime.config.sections import Choice
@@ -121,18 +120,18 @@ class _Words:
                     options += plugin_options(self._plugins, entry.kind, path, choice, skip_broken=True)
                 except RlhfError:
                     continue
-        self._options = {}
+        words: dict[str, tuple[str, Sequence[str]]] = {}
         for option in options:
             if option.type == "table" or ("NAME" in option.path and not option.path.startswith("placement.")):
                 continue
             text = option.doc.partition(". ")[0].replace("%", "%%")
             values = plugin_names(self._plugins, option.kind) if option.kind else option.allowed
             for path in dict.fromkeys(option.path.replace("NAME", place) for place in PLACES):
-                if path in self._options:  # of another plugin too
-                    text, earlier = self._options[path]
+                if path in words:  # of another plugin too
+                    text, earlier = words[path]
                     values = tuple(dict.fromkeys((*earlier, *values))) if earlier and values else ()
-                self._options[path] = text, values
-        return self._options
+                words[path] = text, values
+        return words
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
