@@ -217,7 +217,15 @@ def test_a_closing_tag_alone_shows_a_call_that_was_tried(template_of, models: st
 
 @pytest.mark.parametrize(
     "tag",
-    ["<parameter=a>", "<parameter=", "<arg_key>", "<arg_key>a</arg_key>\n<arg_value>", "<tool_call>", "[TOOL_CALLS]"],
+    [
+        "<parameter=a>",
+        "<parameter=",
+        "<function=",
+        "<arg_key>",
+        "<arg_key>a</arg_key>\n<arg_value>",
+        "<tool_call>",
+        "[TOOL_CALLS]",
+    ],
 )
 @pytest.mark.parametrize("prefix", ["<tool_call>", "<tool_call><function=f>"])
 def test_repeated_tags_are_read_in_linear_time(tag, prefix):

@@ -327,7 +327,7 @@ FORMS: Sequence[CallForm] = (
     # GigaChat 3.1
     CallForm("<|function_call|>", r"<\|function_call\|>", r"\s*\Z"),
     # Functionary 3.1
-    CallForm("<|eom_id|>", r"<function=(?P<name>[^>\s]+)>", r"\s*</function>", trace="<function="),
+    CallForm("<|eom_id|>", r"<function=(?P<name>[^<>\s]+)>", r"\s*</function>", trace="<function="),
     # Nemotron Nano 2
     CallForm("<TOOLCALL>", r"<TOOLCALL>", r"\s*(?:</TOOLCALL>|\Z)"),
     # InternLM 2
