@@ -39,13 +39,14 @@ def test_a_python_that_a_distribution_does_not_allow(install):
 
 
 def test_the_distributions_of_this_project_must_have_one_version(install):
-    plugins = {"rlhf-plugin-a": [], "rlhf-plugin-b": [], "rlhf-plugin-of-someone": []}
+    plugins = {"rlhf-plugin-a": ["rlhf-workers"], "rlhf-plugin-b": [], "rlhf-plugin-of-someone": []}
     installed = install(
-        DISTRIBUTIONS | plugins | {"rlhf-core": [], "rlhf-cli": []}, rlhf_plugin_b="0.2.0", rlhf_plugin_of_someone="7"
-    )
+        DISTRIBUTIONS | plugins | {"rlhf-core": [], "rlhf-cli": [], "rlhf-workers": []},
+        rlhf_plugin_b="0.2.0", rlhf_plugin_of_someone="7", rlhf_workers="0.1.1",
+    )  # fmt: skip
     check = versions(installed)
     assert check.status == "fail"
-    assert check.text == "rlhf-core is 0.1.0, but rlhf-plugin-b is 0.2.0"
+    assert check.text == "rlhf-core is 0.1.0, but rlhf-plugin-b is 0.2.0, rlhf-workers is 0.1.1"
     assert "pip install --upgrade rlhf-plugin-b==0.1.0" in check.remedy
 
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -52,11 +53,17 @@ class Installed:
         )
 
     def project_names(self) -> list[str]:
-        """``rlhf-kit`` with its requirements and extras; the core and the command line also without it."""
-        names = {META, "rlhf-core", "rlhf-cli"}
-        if META in self:
-            names |= {canonicalize_name(Requirement(text).name) for text in self.requirements(META)}
-        return sorted(n for n in names if n in self and n.startswith("rlhf-"))
+        """``rlhf-kit``, the core, the command line, and all distributions of this project that these require or name in
+        an extra, directly or not."""
+        names, unread = set[str](), [META, "rlhf-core", "rlhf-cli"]
+        while unread:
+            name = unread.pop()
+            if name.startswith("rlhf-") and name in self and name not in names:
+                names.add(name)
+                for text in self.requirements(name):
+                    with suppress(InvalidRequirement):  # requirements() reports it
+                        unread.append(canonicalize_name(Requirement(text).name))
+        return sorted(names)
 
 
 def python(installed: Installed, running: str = platform.python_version()) -> Finding:
