@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rlhf_cli.main import main
+from rlhf_runtime.output.metrics import read_metrics
 
 from tests.continuous import check_ledger, simulated
 from tests.runs import Finished, Workshop, merged
@@ -43,6 +44,8 @@ def test_the_last_evaluation_is_that_of_the_exported_model(shop: Workshop, strea
     copied = shop.train("rloo", "copied", generator=generator, sync={"canaries": 0}, **settings)
     assert scores(copied) == scores(embedded)
     assert copied.weights == embedded.weights
+    for line in read_metrics(copied.path / "metrics.jsonl"):
+        assert line.get("time/sync_pause", 0.0) <= line["time/sync"], "without the two syncs of the evaluation"
     expected = told_of(shop, embedded, shop.config("rloo", "embedded", **settings))
     assert scores(embedded)[-1] == expected
     live = shop.train("rloo", "live", **merged(settings, {"eval": {"weights": "live"}}))
