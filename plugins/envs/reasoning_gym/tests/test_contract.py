@@ -1,11 +1,19 @@
 """The conformance suites of environments and rewards."""
 
+from functools import cache
+from typing import Any
+
 from rlhf_plugin_reasoning_gym import ReasoningGym, ReasoningGymReward
 from rlhf_plugin_reasoning_gym.__main__ import rows
 from rlhf_testing.env import EnvContract
 from rlhf_testing.reward import RewardContract
 
-[ROW] = rows("spell_backward", {}, range(1))
+
+@cache
+def row() -> dict[str, Any]:
+    """Not read when tests are collected: the import of all tasks takes seconds."""
+    [first] = rows("spell_backward", {}, range(1))
+    return first
 
 
 class TestReasoningGym(EnvContract):
@@ -21,8 +29,14 @@ class TestReasoningGym(EnvContract):
 class TestReasoningGymReward(RewardContract):
     reward = ReasoningGymReward
     configs = (ReasoningGymReward.Config(), ReasoningGymReward.Config(answer="text", scorer_error=0.0))
-    columns = ROW
-    cases = ((ROW, f"<answer>{ROW['prompt'].rpartition(': ')[2][::-1]}</answer>", 1.0),)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return row()
+
+    @property
+    def cases(self) -> list[tuple[dict[str, Any], str, float]]:
+        return [(row(), f"<answer>{row()['prompt'].rpartition(': ')[2][::-1]}</answer>", 1.0)]
 
     def test_cases(self) -> None:
         self.configs = self.configs[:1]

@@ -3,8 +3,6 @@
 import json
 
 import pytest
-from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
-from mlflow.tracking import MlflowClient
 from pydantic import ValidationError
 from rlhf.errors import ConfigError
 from rlhf.interfaces import RunInfo
@@ -48,13 +46,19 @@ def run(output, first, last, state=None, end="finished", **config):
     return observer
 
 
+def client_of(folder):
+    from mlflow.tracking import MlflowClient  # takes seconds, for which a collection of tests need not wait
+
+    return MlflowClient(folder.as_uri())
+
+
 def history(client, run_id, name="reward/mean"):
     return [(m.step, m.value) for m in client.get_metric_history(run_id, name)]
 
 
 def test_metrics_parameters_and_samples_are_read_back(tmp_path):
     run_id = run(tmp_path, 1, 3).state_dict()["run_id"]
-    client = MlflowClient((tmp_path / "mlruns").as_uri())
+    client = client_of(tmp_path / "mlruns")
     assert history(client, run_id) == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert history(client, run_id, "eval/pass_at_1") == [(1, 0.5), (2, 0.5), (3, 0.5)]
     assert history(client, run_id, "policy/loss") == [(1, 0.75), (2, 0.75), (3, 0.75)]
@@ -81,7 +85,7 @@ def test_metrics_parameters_and_samples_are_read_back(tmp_path):
 
 def test_a_resumed_run_is_the_same_run(tmp_path):
     state = run(tmp_path, 1, 2, end="stopped").state_dict()
-    client = MlflowClient((tmp_path / "mlruns").as_uri())
+    client = client_of(tmp_path / "mlruns")
     assert client.get_run(state["run_id"]).info.status == "KILLED"
     assert run(tmp_path, 2, 3, state, end="failed").state_dict() == state
     assert history(client, state["run_id"]) == [(1, 0.25), (2, 0.5), (2, 0.5), (3, 0.75)]
@@ -118,6 +122,8 @@ def test_a_tracking_uri_with_a_password_is_refused():
 
 
 def test_it_sends_no_statistics(tmp_path, monkeypatch):
+    from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
+
     monkeypatch.delenv("MLFLOW_DISABLE_TELEMETRY", raising=False)
     run(tmp_path, 1, 1)
     assert MLFLOW_DISABLE_TELEMETRY.get()
