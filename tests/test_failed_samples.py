@@ -111,7 +111,8 @@ def test_a_run_whose_reward_always_times_out_fails(shop: Workshop, form: str) ->
     wait = "await asyncio.sleep(60)" if form == "async def" else "time.sleep(60)"
     text = f"import asyncio, time\n{form} score(prompt, completion, row):\n    {wait}\n    return 1.0\n"
     judge = {"use": f"file:{shop.file('judge.py', text)}", "deadline": 0.2}
-    run = shop.run("rloo", "run", reward=[judge], stream={"on_failed_sample": "drop_group"})
+    few = {"data": {"batch_size": 2}, "sampling": {"samples_per_prompt": 2}}  # each ends a process of the form `def`
+    run = shop.run("rloo", "run", reward=[judge], stream={"on_failed_sample": "drop_group"}, **few)
     refused(run, "samples failed, and stream.max_failed", "score() took longer than its deadline of 0.2 s", code=1)
 
 
