@@ -186,9 +186,9 @@ def _use_view(view: str, policy: Role, sampler: Sampler | None, sync: bool) -> N
     policy.every("use_view", view)
     if sampler is not None and sync:
         sampler.phases.begin_sync()
-        paused = sampler.weights.pause_seconds
+        pause = sampler.weights.pause_seconds
         sampler.weights.push(sampler.weights.version)
-        sampler.weights.pause_seconds = paused  # a part of the evaluation, not of a step's sync
+        sampler.weights.pause_seconds = pause  # a part of the evaluation, not of a step's sync
 
 
 def _samples_again(sampler: Sampler | None, stream: Stream | None, total_steps: int) -> bool:
