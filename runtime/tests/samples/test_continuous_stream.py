@@ -332,9 +332,9 @@ def test_an_evaluation_shares_the_places_of_live_samples(stream, main) -> None:
     assert rollout.most == SAMPLES + 1
     training.hold()
     assert rollout.live == 0, "a live sample would keep its place while it waits for the end of the evaluation"
-    counted = sum(engine.answers.values())
+    turns = sum(engine.answers.values())
     assert len(training.rollouts.run([row(15)], 0, evaluation)) == 1
-    assert sum(engine.answers.values()) == counted + SAMPLES * TURNS, "of the evaluation only"
+    assert sum(engine.answers.values()) == turns + SAMPLES * TURNS, "of the evaluation only"
     training.release()
     assert [group.number for group in training.take(0).groups] == [0, 1]
 
