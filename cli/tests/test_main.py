@@ -194,6 +194,12 @@ def test_files_that_a_shell_lists_behind_one_flag_are_refused(capsys):
     assert "--data a.jsonl --data b.jsonl" in message
 
 
+@pytest.mark.parametrize("words", [["--steps", "3", "--run.steps", "5"], ["--run.steps=5", "--steps", "3"]])
+def test_an_option_with_two_flags_is_set_by_one_of_them(words, capsys):
+    assert main(["train", *words]) == 2
+    assert "rlhf: --steps and --run.steps set the same option: remove one of them" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("word", "advice"),
     [("compare", "Did you mean 'show'?"), ("serve", "Did you mean 'serve-reward'?"), ("trian", "Did you mean 'train'?"),

@@ -76,16 +76,21 @@ def overrides(args: argparse.Namespace, renamed: Mapping[str, str] | None = None
 
     Args:
         renamed: {short flag: dotted path} for flags that have another meaning in the command.
+
+    Raises ConfigError if an option is set by its short and by its dotted flag: the parser does not tell which is later.
     """
     targets = {**SHORT_FLAGS, **(renamed or {})}
     flags: list[tuple[str, str | None]] = []
+    dotted_flags = dotted(args.overrides)
     for name, target in targets.items():
         value = getattr(args, name.replace("-", "_"), None)
         if value is None or value is False:
             continue
+        if any(path == target for path, _ in dotted_flags):
+            raise ConfigError(f"--{name} and --{target} set the same option: remove one of them")
         texts = value if isinstance(value, list) else ["true" if value is True else value]
         flags += [(target, text) for text in texts]
-    return flags + dotted(args.overrides)
+    return flags + dotted_flags
 
 
 def dotted(words: Sequence[str]) -> list[tuple[str, str | None]]:
