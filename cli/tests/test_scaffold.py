@@ -8,12 +8,15 @@ import sys
 import tomllib
 import xml.etree.ElementTree as ET
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
 from rlhf.plugins.entry import KINDS
 from rlhf_cli.main import main
 from rlhf_cli.scaffold import LIKE
 from rlhf_testing.tiny import tiny_model
+from transformers import AutoModelForCausalLM
 
 SCAFFOLDS = {f"my_{kind}": (kind, None) for kind in KINDS} | {f"like_{like}": ("algorithm", like) for like in LIKE}
 """{name: (kind, --like)}: everything that the command can write."""
@@ -144,6 +147,25 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     folder = tmp_path / "file" / "rlhf-plugin-x"
     message = f"rlhf: {folder} cannot be created: Not a directory. Choose a folder with --output\n"
     assert capsys.readouterr().err == message
+
+
+def test_a_new_generator_samples_from_the_module_of_the_default_trainer(tmp_path):
+    """Its log-probs are those of transformers."""
+    assert new(tmp_path, "x", "generator") == 0
+    model = str(tiny_model(tmp_path / "model", hidden=16, heads=2, kv_heads=1))
+    rows, reward, answers = (str(tmp_path / name) for name in ("rows.jsonl", "reward.py", "answers.jsonl"))
+    Path(rows).write_text('{"prompt": "1+1="}\n')
+    Path(reward).write_text("def score(prompt, completion, row): return 1.0\n")
+    generator = f"file:{tmp_path}/rlhf-plugin-x/src/rlhf_plugin_x/generator.py"
+    words = ["--model", model, "--policy.dtype", "fp32", "--generator", generator, "--data", rows, "--save", answers]
+    words += ["--reward", f"file:{reward}", "--eval.temperature", "1", "--sampling.max_new_tokens", "6"]
+    assert main(["eval", *words]) == 0
+    prompt, answer = (turn["ids"] for turn in json.loads(Path(answers).read_text())["turns"])
+    with torch.no_grad():
+        logits_LV = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([prompt + answer])).logits[0]
+    logprobs_LV = logits_LV[len(prompt) - 1 : -1].log_softmax(-1)
+    logprobs = json.loads(Path(answers).read_text())["turns"][1]["logprobs"]
+    assert logprobs == pytest.approx(logprobs_LV[range(len(answer)), answer].tolist(), abs=1e-5)
 
 
 # ------------------------------------------------------------------------ really installed and run

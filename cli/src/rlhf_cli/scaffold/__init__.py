@@ -72,7 +72,7 @@ def write_plugin(name: str, kind: str, output: Path, like: str | None = None) ->
     kinds = LIKE[like] if kind == "algorithm" else (kind,)
     source = f"{kind}_{like}" if kind == "algorithm" else kind
     code = _template(f"{source}.py")
-    libraries = ["rlhf-core", *(["rlhf-algorithms"] if "rlhf_algorithms" in code else [])]
+    libraries = ["rlhf-core", *(n for n in ("rlhf-algorithms", "rlhf-modeling") if n.replace("-", "_") in code)]
     names = _names(name, kind, kinds, distribution, package, libraries)
     files = {
         "pyproject.toml": _template("pyproject.toml"),
