@@ -42,6 +42,13 @@ def test_a_palette_with_a_transparent_colour_becomes_a_file_without_transparency
     assert "transparency" not in opened(image_file(file.getvalue(), None)).info
 
 
+def test_a_program_that_draws_an_image_is_not_run():
+    file = io.BytesIO()
+    Image.new("RGB", (40, 24)).save(file, "EPS")
+    with pytest.raises(DataError, match=r"is a program \(EPS\), which is not run; convert it to PNG"):
+        image_file(file.getvalue(), None)
+
+
 def test_a_turned_image_of_pil_is_turned_as_its_file_is():
     picture, file = Image.new("RGB", (40, 24)), io.BytesIO()
     exif = picture.getexif()

@@ -50,6 +50,8 @@ def image_file(value: Any, folder: Path | None) -> bytes:
         if not is_picture(value):
             data = _content(value, folder)
             image = Image.open(io.BytesIO(data))
+            if image.format == "EPS":  # Pillow would run it by Ghostscript
+                raise DataError(f"{_image_label(value)} is a program (EPS), which is not run; convert it to PNG")
         elif not isinstance(value, Image.Image):
             image = Image.fromarray(value)
         # Pillow decodes a file only here, so an error in its pixels is found here too.
