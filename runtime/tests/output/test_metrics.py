@@ -1,5 +1,6 @@
 import json
 import math
+import tracemalloc
 
 import pytest
 from rlhf.errors import CheckpointError
@@ -54,3 +55,21 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     (tmp_path / "m").write_text('{"a": 1}\n')
     with pytest.raises(CheckpointError, match=r"m:1 is not a step's metrics"):
         read_metrics(tmp_path / "m")
+
+
+def test_a_resume_keeps_the_bytes_of_a_long_run_and_needs_no_memory_for_them(tmp_path):
+    """A run of weeks has so many lines that their values take gigabytes."""
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    path, values = log.path, {f"metric/{n}": n + 0.5 for n in range(100)}
+    lines = [json.dumps({"step": step, **values}).encode() + b"\n" for step in range(1, 1001)]
+    path.write_bytes(b"".join(lines))
+    tracemalloc.start()
+    try:
+        assert log.missing(1000) == ""
+        assert log.cut(999) == 1
+        log.append(1000, values)
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 2
+    finally:
+        tracemalloc.stop()
+    assert path.read_bytes().startswith(b"".join(lines[:999]))
+    assert len(read_metrics(path)) == 1000

@@ -4,13 +4,15 @@ after its checkpoint."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import CheckpointError
 
-from rlhf_runtime.checkpoint.atomic_files import sync_file, write_atomic
+from rlhf_runtime.checkpoint.atomic_files import replace_file, sync_file
 from rlhf_runtime.checkpoint.json_values import dumps, loads
 
 TIME = "time/"
@@ -31,9 +33,9 @@ class MetricsLog:
         """Write the line of ``step`` and force it to the disk. Raises CheckpointError if ``step`` is not larger than
         the last step."""
         if self._last is None:
-            if self.path.exists() and self.path.read_bytes()[-1:] not in (b"\n", b""):
+            if _ends_inside_a_line(self.path):
                 raise CheckpointError(f"{self.path} ends in the middle of a line; cut() it back to a checkpoint first.")
-            self._last = max((line["step"] for line in read_metrics(self.path)), default=-1)
+            self._last = max(recorded_steps(self.path), default=-1)
         if step <= self._last:
             raise CheckpointError(f"{self.path} already holds step {self._last}; step {step} cannot be added after it.")
         if "step" in metrics:
@@ -51,7 +53,7 @@ class MetricsLog:
 
     def missing(self, step: int) -> str:
         """The steps in 1 .. ``step`` that have no line, as text for a message; empty if every step has a line."""
-        steps = {line["step"] for line in read_metrics(self.path)}
+        steps = {*recorded_steps(self.path)}
         absent = [n for n in range(1, step + 1) if n not in steps]
         return "" if not absent else f"{len(absent)} of the steps 1 to {step}, the first of them step {absent[0]}"
 
@@ -60,30 +62,53 @@ class MetricsLog:
         lines."""
         if not self.path.exists():
             return 0
-        count = self.path.read_bytes().count(b"\n")
-        lines = [line for line in read_metrics(self.path) if line["step"] <= step]
-        write_atomic(self.path, "".join(dumps(line, nonfinite="mark") + "\n" for line in lines))
-        self._last = max((line["step"] for line in lines), default=-1)
-        return count - len(lines)
+        steps = recorded_steps(self.path)
+        kept = bisect_right(steps, step)
+        with self.path.open("rb") as old:
+            replace_file(self.path, lambda file: file.writelines(islice(old, kept)))
+        self._last = steps[kept - 1] if kept else -1
+        return len(steps) - kept
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """All lines of a ``metrics.jsonl``, in order. An incomplete last line (of a killed or running process) is left out.
     Raises CheckpointError if an earlier line is damaged. The error names the line."""
-    path = Path(path)
+    return list(_lines(Path(path)))
+
+
+def recorded_steps(path: Path | str) -> list[int]:
+    """The steps of the lines that :func:`read_metrics` returns, with the same errors. The lines are not kept: those
+    of a long run take gigabytes of memory."""
+    return [line["step"] for line in _lines(Path(path))]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
-        return []
-    *complete, _unfinished = path.read_bytes().split(b"\n")
-    lines: list[dict[str, Any]] = []
-    for number, raw in enumerate(complete, 1):
-        text = raw.decode("utf-8", errors="replace")
-        line = loads(text, f"{path}:{number}", "Restore the file, or delete that line")
-        if not isinstance(line, dict) or type(line.get("step")) is not int:
-            raise CheckpointError(f"{path}:{number} is not a step's metrics. Restore the file, or delete that line.")
-        if lines and line["step"] <= lines[-1]["step"]:
-            raise CheckpointError(
-                f"{path}:{number} is of step {line['step']}, but follows step {lines[-1]['step']}. Restore the file, "
-                "or delete that line."
-            )
-        lines.append(line)
-    return lines
+        return
+    last: int | None = None
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.endswith(b"\n"):
+                return
+            text = raw[:-1].decode("utf-8", errors="replace")
+            line = loads(text, f"{path}:{number}", "Restore the file, or delete that line")
+            if not isinstance(line, dict) or type(line.get("step")) is not int:
+                raise CheckpointError(
+                    f"{path}:{number} is not a step's metrics. Restore the file, or delete that line."
+                )
+            if last is not None and line["step"] <= last:
+                raise CheckpointError(
+                    f"{path}:{number} is of step {line['step']}, but follows step {last}. Restore the file, or delete "
+                    "that line."
+                )
+            last = line["step"]
+            yield line
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"\n", b"")

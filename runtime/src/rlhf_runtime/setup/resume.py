@@ -31,7 +31,7 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.checkpoint_state import RunState
 from rlhf_runtime.loop.run import Run
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.output.metrics import read_metrics
+from rlhf_runtime.output.metrics import recorded_steps
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.output.run_folder import check_folder, check_models, saved_state
 from rlhf_runtime.setup.prepare import Prepared
@@ -80,7 +80,7 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
     # Called for its error only, before the models are loaded.
     store.pointer()
     # `restore` reads both when it deletes the records of later steps.
-    read_metrics(Path(run.output) / "metrics.jsonl")
+    recorded_steps(Path(run.output) / "metrics.jsonl")
     RunDirectory(Path(run.output), None, resumed=True).exported_best()
     if newest is None:
         _check_unsaved(Path(run.output))
