@@ -63,11 +63,11 @@ class MetricsLog:
         if not self.path.exists():
             return 0
         steps = recorded_steps(self.path)
-        kept = bisect_right(steps, step)
+        count = bisect_right(steps, step)
         with self.path.open("rb") as old:
-            replace_file(self.path, lambda file: file.writelines(islice(old, kept)))
-        self._last = steps[kept - 1] if kept else -1
-        return len(steps) - kept
+            replace_file(self.path, lambda file: file.writelines(islice(old, count)))
+        self._last = steps[count - 1] if count else -1
+        return len(steps) - count
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
