@@ -44,7 +44,7 @@ class ChatRequest:
     model: str
     choices: int = 1
     calls: bool = True
-    """Whether tool calls are read from the answer (``tool_choice``)."""
+    """Whether tool calls are read from the answer: the request has tools, and ``tool_choice`` allows calls."""
     parallel: bool = True
     """Whether an answer may have several calls. Otherwise the client receives only the first one."""
     stop: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ def read_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]], bool]:
     if choice not in (None, "auto", "none"):
         reason = "A forced call is sampled from fewer tokens than those over which training computes log-probs"
         raise invalid("tool_choice", choice, f"'auto' or 'none'. {reason}. Ask for the call in a message instead")
-    return list(tools or []), choice != "none"
+    return list(tools or []), bool(tools) and choice != "none"
 
 
 def read_flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:

@@ -165,7 +165,7 @@ class Session:
         for call in (message.get("tool_calls") or []) if request.calls else []:
             name = f"calls/{call['function']['name']}"
             self._calls[name if name in offered else "calls_unknown"] += 1
-        if request.calls and request.tools and self.ctx.has_unread_call(message):
+        if request.calls and self.ctx.has_unread_call(message):
             self._calls["calls_unreadable"] += 1
 
     def _finished(self, task: asyncio.Task[Any]) -> None:

@@ -106,6 +106,22 @@ for _ in range(40):
     assert begun(trajectory) == {"again": 39}, "an answer of which the client gets one call is still continued"
 
 
+def test_calls_stay_text_where_the_request_offers_no_tools(lab, program, wire):
+    body = """
+messages = [USER]
+for _ in range(12):
+    message = say(messages)
+    messages += [message, *replies(message)]
+"""
+    trajectory, _ = run(lab, program, wire, body)
+    messages = [answer["choices"][0]["message"] for [answer] in wire()]
+    assert any(CALL in message["content"] for message in messages)
+    assert [m["content"] for m in messages] == [turn.text for turn in trajectory.turns if turn.sampled]
+    assert not any("tool_calls" in message for message in messages)
+    assert trajectory.info["rollout/calls_unknown"] == 0
+    assert begun(trajectory) == {}
+
+
 def test_a_rewritten_answer_begins_a_sequence_and_nothing_is_trained_on_twice(lab, program, wire):
     body = """
 first = say([USER])
