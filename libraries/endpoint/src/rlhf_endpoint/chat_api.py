@@ -19,6 +19,11 @@ from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.session import Session
 
 LIMITS = ("max_tokens", "max_completion_tokens")
+_FORMS = (
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("json_schema", "regex", "ebnf"),
+)
+"""Fields by which requests to vLLM and SGLang restrict the form of answers."""
 
 
 def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> ChatRequest:
@@ -32,6 +37,9 @@ def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> Ch
     kind = body.get("response_format")
     if kind is not None and (not isinstance(kind, Mapping) or kind.get("type") != "text"):
         raise invalid("response_format", kind, "{type: 'text'}")
+    for field in _FORMS:
+        if body.get(field):
+            raise invalid(field, body[field], "none: answers are text")
     if body.get("top_logprobs"):
         raise invalid("top_logprobs", body["top_logprobs"], "0")
     if not isinstance(options := body.get("stream_options") or {}, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,14 @@ def invalid(param: str, value: Any, allowed: str) -> ApiError:
 
 
 MOST_CHOICES = 8
+_NEUTRAL = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "ignore_eos": False,
+}
+"""{field that changes the distribution of answers: the value with which it does not}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +120,12 @@ def read_sampling(
             ctx.check_sampling(sampling)
         except (ConfigError, CapabilityError) as error:
             raise ApiError(400, str(error), code="invalid_value") from error
-        for name, neutral in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1)):
+        for name, neutral in _NEUTRAL.items():
             if body.get(name) not in (None, neutral):
-                raise _other_distribution(name, body[name], str(neutral))
-        if body.get("logit_bias"):
-            raise _other_distribution("logit_bias", body["logit_bias"], "none")
+                raise _other_distribution(name, body[name], json.dumps(neutral))
+        for name in ("logit_bias", "bad_words"):
+            if body.get(name):
+                raise _other_distribution(name, body[name], "none")
     return sampling, stops
 
 
