@@ -275,6 +275,20 @@ def test_a_backend_without_its_generator_serves_runs_that_sample_nothing(write, 
     assert (run.launcher.use, run.trainer.use, run.generator.use) == ("ray", "deepspeed", generator)
 
 
+def test_options_that_the_trainer_of_a_flag_lacks_are_left_out_of_all_roles_with_a_note(write):
+    """As `rlhf replay RUN --trainer.use torch` needs it."""
+    tables = {"": "lr = 1.0\noffload = true", "policy.": "", "critic.": "lr = 2.0\noffload = true"}
+    tables["roles.judge."] = "reshard_after_forward = 0\nhead_fp32 = true"
+    text = "".join(f"[{role}trainer]\n{options}\n" for role, options in tables.items())
+    left_out: list[str] = []
+    path = write(text.replace("[trainer]", '[trainer]\nuse = "fsdp"'))
+    run = load(path, [("algorithm", "ppo"), ("trainer.use", "torch")], left_out=left_out)
+    assert (run.trainer.use, run.trainer.options) == ("torch", {"lr": 1.0})
+    assert (run.critic.trainer, run.roles["judge"].trainer) == ({"lr": 2.0}, {"head_fp32": True})
+    names = [text.partition(" = ")[0] for text in left_out]
+    assert names == ["trainer.offload", "critic.trainer.offload", "roles.judge.trainer.reshard_after_forward"]
+
+
 def test_short_flags_lead_to_places_that_exist():
     values = {"seed": "3", "steps": "4", "resume": "true", "overwrite": "true", "backend": "local"}
     run = load(None, [(target, values.get(flag, f"v-{flag}")) for flag, target in SHORT_FLAGS.items()])

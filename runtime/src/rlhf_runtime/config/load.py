@@ -75,7 +75,7 @@ def load(
     if algorithm is not None:
         data = {"algorithm": {"use": algorithm}, **data}
     for kind in RUNTIME:
-        _leave_out_unread(data.get(kind), kind, overrides, plugins, left_out)
+        _leave_out_unread(data, kind, overrides, plugins, left_out)
     if left_out is not None:
         _leave_out_processes(data, overrides, plugins, left_out)
     layers = Overrides(data, origins, lambda key: Suggestions(plugins, _chosen_in(layers.data)).suggest(key, (), True))
@@ -268,9 +268,11 @@ def _backend(name: str, plugins: Plugins) -> dict[str, str]:
 
 
 def _leave_out_unread(
-    table: Any, kind: str, overrides: Sequence[Override], plugins: Plugins, left_out: list[str] | None
+    data: Mapping[str, Any], kind: str, overrides: Sequence[Override], plugins: Plugins, left_out: list[str] | None
 ) -> None:
-    """Remove the options of ``[kind]`` that the plugin selected by a flag does not have (see :func:`load`)."""
+    """Remove the options of ``[kind]`` that the plugin selected by a flag does not have (see :func:`load`). For
+    ``trainer`` these include the options of single roles."""
+    table = data.get(kind)
     names = [value for key, value in overrides if key in (kind, f"{kind}.use") and isinstance(value, str)]
     if not names or not isinstance(table, dict) or "use" not in table:
         return
@@ -282,11 +284,21 @@ def _leave_out_unread(
         defaults = dumped(plugins.resolve(kind, str(table["use"])).cls.Config())
     except (PluginError, ValidationError):  # not installed here, or it has options without a default
         defaults = {}
-    for name in [name for name in table if name != "use" and name not in fields]:
-        if name in defaults and table[name] == _sections(defaults[name]):
-            del table[name]
-        elif left_out is not None:
-            left_out.append(f"{kind}.{name} = {type_and_value(table.pop(name))}")
+    for path, options in {kind: table, **(_trainers_of_roles(data) if kind == "trainer" else {})}.items():
+        for name in [name for name in options if name != "use" and name not in fields]:
+            if name in defaults and options[name] == _sections(defaults[name]):
+                del options[name]
+            elif left_out is not None:
+                left_out.append(f"{path}.{name} = {type_and_value(options.pop(name))}")
+
+
+def _trainers_of_roles(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """{path: options} of ``[ROLE.trainer]``."""
+    tables = {name: data.get(name) for name in ("policy", "critic", "reference")}
+    if isinstance(roles := data.get("roles"), Mapping):
+        tables |= {f"roles.{name}": table for name, table in roles.items()}
+    trainers = {f"{name}.trainer": t.get("trainer") for name, t in tables.items() if isinstance(t, Mapping)}
+    return {path: options for path, options in trainers.items() if isinstance(options, dict)}
 
 
 def _leave_out_processes(
