@@ -95,11 +95,12 @@ async def score(prompt, completion, row):
     reward = [{"use": f"file:{shop.file('fails.py', text)}"}]
     stream = {"on_failed_sample": "drop_sample", "max_failed": 1.0}
     run = shop.train("rloo", "run", run={"steps": 2}, reward=reward, stream=stream)
-    for name, line in zip(run.rollouts(), run.lines(), strict=True):
-        failed, scored = line["stream/failed_samples"], len(list(run.samples_of(name)))
+    for line in run.lines():
+        failed, samples = line["stream/failed_samples"], 3 * line["stream/prompts"]
         assert failed > 0
+        assert line["stream/scored"] == samples - failed, "also in groups with too few samples to train on"
         assert line["reward/mean"] == 1.0
-        assert line["reward/mean_with_failed"] == pytest.approx(scored / (scored + failed))
+        assert line["reward/mean_with_failed"] == pytest.approx(1 - failed / samples)
     assert run.out.count("see the metric reward/mean_with_failed") == 1
     assert "with_failed=" in run.out
     for cause in ("odd", "divisible by three"):

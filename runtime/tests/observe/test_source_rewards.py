@@ -70,9 +70,11 @@ def test_failed_samples_count_with_the_lowest_reward_which_is_at_most_0():
     def groups(*rewards):
         return [Group(ROW, n, [Trajectory(ROW, [], (n, 0), reward=r)]) for n, r in enumerate(rewards)]
 
-    assert failure_metrics(groups(1.0, 0.5, None), 1.0, {}) == {"reward/mean_with_failed": 0.5}
-    assert failure_metrics(groups(1.0, -1.0), 2.0, {}) == {"reward/mean_with_failed": -0.5}
-    assert failure_metrics(groups(1.0), 0.0, {}) == failure_metrics([], 3.0, {}) == {}
+    assert failure_metrics(groups(1.0, 0.5, None), 1.0, 2.0, {}) == {"reward/mean_with_failed": 0.5}
+    assert failure_metrics(groups(1.0, -1.0), 2.0, 2.0, {}) == {"reward/mean_with_failed": -0.5}
+    assert failure_metrics(groups(1.0), 0.0, 1.0, {}) == failure_metrics([], 3.0, 0.0, {}) == {}
+    of_others = failure_metrics(groups(1.0, 0.0), 2.0, 8.0, {})
+    assert of_others == {"reward/mean_with_failed": pytest.approx(0.4)}, "a fifth failed, also in groups of the filter"
     stepped = groups(0.0, 0.0)
     stepped[0].trajectories[0].turns = [Turn([5], True, [-0.1], ((0, 0),), "stop", reward=-2.0)]
-    assert failure_metrics(stepped, 2.0, {"env": 1.0}) == {"reward/mean_with_failed": -1.5}, "(-2 + 0 - 2 - 2) / 4"
+    assert failure_metrics(stepped, 2.0, 2.0, {"env": 1.0}) == {"reward/mean_with_failed": -1.5}, "(-2 + 0 - 2 - 2) / 4"

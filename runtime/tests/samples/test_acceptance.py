@@ -23,6 +23,14 @@ def lost(rules: Acceptance, *samples: Trajectory) -> tuple[dict[str, float], int
     return causes, sum(t.sampled_tokens for t in result.trajectories) if result is not None else 0
 
 
+@pytest.mark.parametrize("rules", [{}, {"on_failed_sample": "drop_group"}, {"filter": FilterSection(low=0.9)}])
+def test_failed_and_scored_samples_are_counted_in_all_groups(rules) -> None:
+    counts = Acceptance(**rules).new_counts(has_demonstrations=False)
+    group = [sample(0, 3, 0.0), sample(1, 5, 1.0), sample(2, 4, None), sample(3, 20, None, failed=True)]
+    Acceptance(**rules).accept(Group(ROW, 0, group), counts)
+    assert (counts["failed_samples"], counts["scored"]) == (1.0, 2.0)
+
+
 @pytest.mark.parametrize(("spread", "tokens"), [((1.0, 0.0), 4), ((0.5, 0.5), 0)])
 def test_the_filter_compares_the_samples_of_one_agent(spread, tokens) -> None:
     """The samples of y are equal and those of x are not, or both are. The two agents' scores differ in any case. Games

@@ -183,7 +183,8 @@ class Reports(LearnReports):
         self.observe("rollouts_finished", steps_done, ready.groups)
         counts = {f"stream/{name}": value for name, value in ready.counts.items()}
         counts |= {"stream/version": float(ready.version)} | ready.curriculum_metrics
-        counts |= failure_metrics(ready.groups, ready.counts.get("failed_samples", 0.0), options.step_sources)
+        failed, scored = (ready.counts.get(name, 0.0) for name in ("failed_samples", "scored"))
+        counts |= failure_metrics(ready.groups, failed, scored, options.step_sources)
         return counts | source_metrics(ready.groups, options.teachers) | info_metrics(ready.groups)
 
     def name_uncovered(self, roles: Mapping[str, Role], metrics: Metrics) -> None:

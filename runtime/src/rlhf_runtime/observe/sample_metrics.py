@@ -152,19 +152,24 @@ def info_metrics(groups: Iterable[Group]) -> dict[str, float]:
     return {name: math.fsum(column) / len(column) for name, column in sorted(numbers.items())}
 
 
-def failure_metrics(groups: Iterable[Group], failed: float, step_sources: Mapping[str, float]) -> dict[str, float]:
-    """``reward/mean_with_failed``: the mean reward if failed samples count with the lowest reward, which is at most 0.
-    The mean of the other samples alone would rise if a policy made its reward fail for answers with a low reward.
+def failure_metrics(
+    groups: Iterable[Group], failed: float, scored: float, step_sources: Mapping[str, float]
+) -> dict[str, float]:
+    """``reward/mean_with_failed``: the mean reward of these groups if as large a share of their samples as failed in
+    the step had failed, each with the lowest reward, which is at most 0. The mean of the other samples alone would rise
+    if a policy made its reward fail for answers with a low reward.
 
     Args:
+        failed: samples of the step that failed, also in groups that are not among these.
+        scored: samples of the step that did not fail and have a reward, also in groups that are not among these.
         step_sources: ``RunOptions.step_sources``, whose rewards are not part of ``Trajectory.reward``.
     """
-    scored = [t for group in groups for t in group.trajectories if t.reward is not None]
-    rewards = [math.fsum((t.reward or 0.0, *step_rewards_of(t, step_sources).values())) for t in scored]
+    samples = [t for group in groups for t in group.trajectories if t.reward is not None]
+    rewards = [math.fsum((t.reward or 0.0, *step_rewards_of(t, step_sources).values())) for t in samples]
     if not failed or not rewards:
         return {}
-    lowest = min(0.0, *rewards)
-    return {"reward/mean_with_failed": (math.fsum(rewards) + failed * lowest) / (len(rewards) + failed)}
+    mean, share = math.fsum(rewards) / len(rewards), failed / (failed + scored)
+    return {"reward/mean_with_failed": mean + share * (min(0.0, *rewards) - mean)}
 
 
 def source_metrics(groups: Iterable[Group], teachers: Collection[str] = ()) -> dict[str, float]:

@@ -39,7 +39,7 @@ class Acceptance:
         Args:
             has_demonstrations: whether some groups contain answers of the data (``Needs.demonstration_share``).
         """
-        names = ["prompts", "filtered", "failed_samples", "failed_groups", "short", "unscored"]
+        names = ["prompts", "filtered", "scored", "failed_samples", "failed_groups", "short", "unscored"]
         names += ["tokens_filtered", "tokens_failed", "tokens_unscored"]
         return dict.fromkeys([*names, "demonstrations"] if has_demonstrations else names, 0.0)
 
@@ -53,6 +53,7 @@ class Acceptance:
         failed = [t for t in group.trajectories if t.status == "failed"]
         live = [t for t in group.trajectories if t.status != "failed"]
         counts["failed_samples"] += len(failed)
+        counts["scored"] += sum(t.reward is not None for t in live)
         if failed and self.on_failed_sample == "drop_group":
             self.reject(group, counts, "failed", group.trajectories)
             return None, "left_out"
