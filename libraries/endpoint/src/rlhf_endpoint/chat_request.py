@@ -165,6 +165,8 @@ def read_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]], bool]:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise invalid(f"tools[{number}]", tool, "a function: {type: 'function', function: {name, parameters}}")
+        if not isinstance(parameters := function.get("parameters") or {}, Mapping):
+            raise invalid(f"tools[{number}].function.parameters", parameters, "an object, which is a JSON schema")
     if choice not in (None, "auto", "none"):
         reason = "A forced call is sampled from fewer tokens than those over which training computes log-probs"
         raise invalid("tool_choice", choice, f"'auto' or 'none'. {reason}. Ask for the call in a message instead")

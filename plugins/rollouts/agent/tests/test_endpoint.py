@@ -33,6 +33,7 @@ REFUSED = {
     ),
     "a forced call of the other API": ("path='/responses', input='x', tool_choice='required'", 400, "invalid_value"),
     "a tool of another form": ("tools=[{'type': 'web_search'}]", 400, "invalid_value"),
+    "a tool's parameters of another type": ("tools=[add(parameters='{}')]", 400, "invalid_value"),
     "JSON mode": ("response_format={'type': 'json_object'}", 400, "invalid_value"),
     "a schema, as for vLLM": ("guided_json={'type': 'object'}", 400, "invalid_value"),
     "a pattern, as for SGLang": ("regex='[0-9]+'", 400, "invalid_value"),
