@@ -231,7 +231,7 @@ def test_layouts_that_the_run_file_cannot_have_are_named(words, capsys):
         ([*NUMBERS, "--turns", "1.5"], "--turns is '1.5'; give a number above 0, without a fraction"),
         (["--speeds", "absent"], "absent"),
         (["--speeds", "RUN", "--turns", "2"], "--turns cannot be combined with --speeds"),
-        (["--speeds", "RUN", "--algorithm.use", "rloo"], "its algorithm.use is 'grpo', here it is 'rloo'"),
+        (["--speeds", "RUN", "--algo", "rloo"], "its algorithm.use is 'grpo', here it is 'rloo'"),
         ([*NUMBERS, "--stream.replay", "RUN"], "stream.replay is set"),
     ],
 )
