@@ -45,10 +45,8 @@ def load_model(
     device: torch.device,
     lora: LoraOptions | None = None,
     quantization: Format | None = None,
-    divided: bool = False,
     kernels: Kernels = "auto",
     deterministic: bool = False,
-    adapters: bool = False,
 ) -> LoadedModel:
     """Load ``spec.path`` as the role's kind of model: weights in ``spec.storage``, evaluation mode, the fastest correct
     layout.
@@ -58,15 +56,31 @@ def load_model(
     initially do not change the outputs. With ``quantization`` the linear layers except the head are quantised, each on
     ``device``.
 
-    ``divided``: the caller divides each weight over ranks while it is read (in a context that transformers supports).
-    The caller must then do everything that needs whole weights: :func:`draw_head`, :func:`rlhf_modeling.probe.probe`,
-    adapters and ``kernels``.
-
-    ``adapters``: the role trains adapters. The caller adds them if it does not pass ``lora``. Otherwise, if
-    ``spec.path`` is an adapter, it is merged.
-
     Raises ModelError if the path is missing or unreadable, weights are missing or have another shape, the model is not
     causal, or a separate head cannot represent it.
+    """
+    model = read_model(spec, merge=lora is None)
+    module = model.module
+    if model.fresh_head:
+        draw_head(model, spec)
+    if lora is not None:
+        adapt(model, spec, lora, device)
+    if quantization is not None:
+        quantize_layers(module, quantizable(module, model.head, ()), quantization, device)
+    module.eval().to(device)
+    probe(model, spec)
+    considered = kernels == "liger" or (kernels == "auto" and not deterministic)
+    use_kernels(model, kernels, considered and precision_of(spec, device).bf16)
+    return model
+
+
+def read_model(spec: ModelSpec, merge: bool = True) -> LoadedModel:
+    """The first part of :func:`load_model`, for trainers that divide weights over ranks, while they are read (in a
+    context that transformers supports) or later. The caller does everything else, which needs whole weights:
+    :func:`draw_head`, :func:`rlhf_modeling.probe.probe`, adapters and kernels.
+
+    Args:
+        merge: merge an adapter at ``spec.path``; False: the caller adds adapters (:func:`adapt`).
     """
     kind = spec.role.head
     config = read_config(spec)
@@ -82,25 +96,12 @@ def load_model(
     require_weights(spec, type(module), info, from_lm, adapter)
     require_floats(spec, module.config, read(spec, "model", headers_of))
     if adapter is not None:
-        use_adapter_folder(module, spec, adapter, merge=lora is None and not adapters)
+        use_adapter_folder(module, spec, adapter, merge)
     model = take_apart(module, kind, spec)
     model.fresh_head, model.image_text = from_lm and not _has_head(adapter), reads_images(config, True)
     model.positions, model.rope = _learned_positions(module), length_rope(module)
     if spec.storage == "bf16":
         widen(module)
-    if divided:
-        module.eval().to(device)
-        return model
-    if model.fresh_head:
-        draw_head(model, spec)
-    if lora is not None:
-        adapt(model, spec, lora, device)
-    if quantization is not None:
-        quantize_layers(module, quantizable(module, model.head, ()), quantization, device)
-    module.eval().to(device)
-    probe(model, spec)
-    considered = kernels == "liger" or (kernels == "auto" and not deterministic)
-    use_kernels(model, kernels, considered and precision_of(spec, device).bf16)
     return model
 
 

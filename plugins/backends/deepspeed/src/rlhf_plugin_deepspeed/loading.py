@@ -12,7 +12,7 @@ from rlhf.interfaces import ModelSpec
 from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.kernels import use_kernels
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.model import adapt, draw_head, load_model
+from rlhf_modeling.model import adapt, draw_head, load_model, read_model
 from rlhf_modeling.precision import precision_of
 from rlhf_modeling.sharded.loading import load_on_host
 
@@ -92,7 +92,8 @@ def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainer
     # The number of parameters is not known yet. It would only limit the size of the buckets.
     divided = engine_config(config, 2**62)
     with quiet(), copies, _transformers_divides(divided):
-        model = load_model(spec, device, divided=True)
+        model = read_model(spec)
+        model.module.to(device)
     if model.fresh_head:
         with deepspeed.zero.GatheredParameters(list(model.head.parameters()), modifier_rank=0):
             if spec.rank == 0:
