@@ -73,9 +73,9 @@ class LoadedModel:
     """The model draws random noise in training (dropout, router jitter)."""
     notes: tuple[str, ...] = ()
     """Remarks about the layout, for the log."""
-    most_calls: Callable[[int], int] | None = None
-    """Maps this rank's number of calls of the body for a micro-batch to the maximum over all ranks. Set if all ranks
-    must make equally many calls; called before the first of them."""
+    maximum: Callable[[int], int] | None = None
+    """Maps a number of this rank to the maximum over all ranks. Set if all ranks must call the body equally often, and
+    compute the vision tower whenever one does."""
     computing: Sequence[int] = ()
     """Lengths of the sequences in the current call of the body."""
     divided_over: TokenGroup | None = None
@@ -93,9 +93,6 @@ class LoadedModel:
     """Why the model does not read images."""
     routers: Routers | None = None
     """Set if recorded experts are replayed (``trainer.router_replay``)."""
-    images_anywhere: Callable[[bool], bool] | None = None
-    """Whether any rank's call has images; the argument says whether this rank's call has. Set if all ranks must compute
-    the vision tower whenever one does."""
 
     @property
     def vocabulary(self) -> int:
@@ -142,8 +139,10 @@ class LoadedModel:
         if images_B and self.images is None:
             raise TrainingError(f"a batch has images, but {type(self.module).__name__} {self.no_images}")
         tokens = _Tokens(ids_N, position_N, lens, images_B, experts_NLK)
+        if self.layout != "alone" and self.rope is None:
+            return self._call(tokens, share)
         calls = self._calls(lens)
-        extra = 0 if self.most_calls is None else self.most_calls(len(calls)) - len(calls)
+        extra = 0 if self.maximum is None else self.maximum(len(calls)) - len(calls)
         if len(calls) == 1 and not extra:
             return self._call(tokens, share)
         starts = [0, *accumulate(lens)]
@@ -164,9 +163,7 @@ class LoadedModel:
         return hidden_MH, place_N
 
     def _calls(self, lens: Sequence[int]) -> list[list[int]]:
-        """The sequences of each call of the body."""
-        if self.layout != "alone" and self.rope is None:
-            return [list(range(len(lens)))]
+        """The sequences of each call of the body: those of equal length, or with equal frequencies."""
         calls: dict[int, list[int]] = {}
         for b, length in enumerate(lens):
             kind = length if self.layout == "alone" or self.rope is None else self.rope.kind(length)
@@ -175,8 +172,7 @@ class LoadedModel:
 
     def _call(self, tokens: _Tokens, share: bool) -> tuple[Tensor, Tensor | None]:
         has_images = any(tokens.images_B)
-        anywhere = has_images if self.images_anywhere is None else self.images_anywhere(has_images)
-        if self.images is not None and anywhere:
+        if self.images is not None and (has_images if self.maximum is None else self.maximum(has_images)):
             if self.divided_over is not None:
                 raise TrainingError("a batch has images, but rows are divided over ranks: set sequence_parallel = 1")
             return self._call_with_images(self.images, tokens if has_images else replace(tokens, images_B=()), share)

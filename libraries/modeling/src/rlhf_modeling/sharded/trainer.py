@@ -71,17 +71,14 @@ class ShardedTrainer(ShardedWeights):
             )
             if self.spec.images:
                 raise CapabilityError(f"{type(model.module).__name__} {model.no_images}.")
-            model.most_calls = self._most_calls if divided else None
+            model.maximum = self._maximum if divided else None
         elif model.images is not None:
-            model.images_anywhere = self._images_anywhere
+            # Ranks without an image compute a blank one if any rank has images, because a vision tower that is divided,
+            # or whose gradients are reduced, needs every rank.
+            model.maximum = self._maximum
 
-    def _most_calls(self, calls: int) -> int:
-        return int(largest(torch.tensor([calls], device=self.device))[0])
-
-    def _images_anywhere(self, has_images: bool) -> bool:
-        """Whether any rank has images. Ranks without an image then compute a blank one, because a vision tower that is
-        divided, or whose gradients are reduced, needs every rank."""
-        return bool(largest(torch.tensor([int(has_images)], device=self.device))[0])
+    def _maximum(self, number: int) -> int:
+        return int(largest(torch.tensor([int(number)], device=self.device))[0])
 
     def _to_backward(self, total: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         """The loss for a rank's backward pass. Every rank must call every backward pass. A rank whose loss is not
