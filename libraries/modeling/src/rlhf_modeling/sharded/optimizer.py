@@ -76,11 +76,7 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
         everywhere = replicated and split.topology.parts == 1
         spare = replicated and split.topology.replica > 0  # another replica sends the same elements
         if update is not None and (everywhere or (split.counts(name) and not spare)):
-            _, piece, values = update
-            own_part = split.local_part(name, matrix)
-            part = torch.zeros(own_part.numel(), device=device)
-            part[piece.start : piece.start + piece.numel] = values
-            own_part.copy_(part.view(own_part.shape))
+            split.write(matrix, *update[1:])
         if not everywhere and dist.get_world_size() > 1:
             dist.reduce(matrix, dst=target_rank)
         return matrix.view(-1)

@@ -123,6 +123,13 @@ class Split:
         """This rank's part, a view."""
         return tensor
 
+    def write(self, tensor: Tensor, piece: Piece, values: Tensor) -> None:
+        """Write the piece's ``values`` [numel] into the whole parameter ``tensor``, which is zero elsewhere."""
+        own_part = self.local_part(piece.name, tensor)
+        part = own_part.new_zeros(own_part.numel())
+        part[piece.start : piece.start + piece.numel] = values
+        own_part.copy_(part.view(own_part.shape))
+
     def counts(self, name: str) -> bool:
         """Whether this rank contributes the parameter to sums over ranks."""
         return True

@@ -146,11 +146,7 @@ class ShardedWeights(PackedTrainer):
         tensor = torch.zeros(self.tensors.shapes[name], device=self.device)
         replicated = self.partition.replicated and self.split.topology.replica
         if elements is not None and self.split.counts(name) and not replicated:
-            piece, values = elements
-            own_part = self.split.local_part(name, tensor)
-            part = torch.zeros(own_part.numel(), device=self.device)
-            part[piece.start : piece.start + piece.numel] = values
-            own_part.copy_(part.view(own_part.shape))
+            self.split.write(tensor, *elements)
         reduce_to_first(tensor)
         return tensor
 
