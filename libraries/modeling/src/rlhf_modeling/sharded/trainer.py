@@ -23,6 +23,8 @@ from torch import Tensor
 from rlhf_modeling.optimizer import set_rates
 from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_modeling.sharded import checkpoint
+from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
+from rlhf_modeling.sharded.optimizer import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.partition import Partition, scale
 from rlhf_modeling.sharded.process_group import first_text, largest, total
 from rlhf_modeling.sharded.weights import ShardedWeights
@@ -88,6 +90,19 @@ class ShardedTrainer(ShardedWeights):
         return total
 
     # ---------------------------------------------------------------------------------------- step
+
+    def prepare_steps(self) -> None:
+        """Make what a trained role's steps and views need beside the optimizer :attr:`base`. A subclass calls this
+        method at the end of its constructor."""
+        if not self.spec.role.trained:
+            return
+        self.schedule = RateSchedule(self.config, self.spec.total_updates)
+        if isinstance(self.base, DividedOrthogonalAdamW):
+            self.base.bind(self.partition, self.tensors.shapes, self.split)
+        if self.keeps_first_weights:
+            self.first = ShardedCopy(self.partition)
+        if self.config.ema_decay is not None:
+            self.average = ShardedEma(self.partition, self.config.ema_decay)
 
     def apply(self) -> ApplyResult:
         self._require_trained("apply")

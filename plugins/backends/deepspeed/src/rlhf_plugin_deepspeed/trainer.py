@@ -23,9 +23,7 @@ from rlhf_modeling.option_checks import LEARNING, check_training
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import read_config
 from rlhf_modeling.probe import probe
-from rlhf_modeling.rate_schedule import RateSchedule
-from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
-from rlhf_modeling.sharded.optimizer import DividedOrthogonalAdamW, build_optimizer
+from rlhf_modeling.sharded.optimizer import build_optimizer
 from rlhf_modeling.sharded.process_group import collective
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
 from rlhf_modeling.sharded.trainer import ShardedTrainer
@@ -138,7 +136,6 @@ class DeepSpeedTrainer(ShardedTrainer):
         self._values: dict[str, Tensor] = {}  # outputs of the current micro-batch
         with self._guard("__init__"):
             if trained:
-                self.schedule = RateSchedule(self.config, spec.total_updates)
                 outer_ids = {id(p) for m in (self.module.get_input_embeddings(), model.head) for p in m.parameters()}
                 self.base = build_optimizer(self.parameters, self.tensors.shapes, outer_ids, self.config)
             if trained or divided:
@@ -157,12 +154,7 @@ class DeepSpeedTrainer(ShardedTrainer):
             self.partition = ZeroPartition(
                 self.config.stage, self.zero and self.zero.optimizer, names, spec.rank, trained
             )
-        if isinstance(self.base, DividedOrthogonalAdamW):
-            self.base.bind(self.partition, self.tensors.shapes, self.split)
-        if self.keeps_first_weights:
-            self.first = ShardedCopy(self.partition)
-        if trained and self.config.ema_decay is not None:
-            self.average = ShardedEma(self.partition, self.config.ema_decay)
+        self.prepare_steps()
 
     def facts(self) -> TrainerFacts:
         facts = super().facts()

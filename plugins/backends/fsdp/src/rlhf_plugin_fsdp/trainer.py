@@ -18,11 +18,9 @@ from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.optimizer import to_device, to_host
 from rlhf_modeling.option_checks import LEARNING, check_training
 from rlhf_modeling.precision import choose_device
-from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_modeling.sharded.config import ShardedConfig
-from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.loading import load_on_host
-from rlhf_modeling.sharded.optimizer import DividedOrthogonalAdamW, build_optimizer
+from rlhf_modeling.sharded.optimizer import build_optimizer
 from rlhf_modeling.sharded.partition import Replicas, Split
 from rlhf_modeling.sharded.process_group import collective, join
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
@@ -113,17 +111,10 @@ class FsdpTrainer(ShardedTrainer):
         self.split = Split(Replicas(spec.rank, spec.world_size))
         self.tensors = DividedTensors(self.module, self.split, stored)
         self.partition = LocalParts(self.parameters, self.packed, spec.rank, spec.world_size)
-        if not trained:
-            return
-        self.schedule = RateSchedule(self.config, spec.total_updates)
-        owners = self.partition.owners
-        self.base = build_optimizer(owners, self.tensors.shapes, {id(owners[name]) for name in outer}, self.config)
-        if isinstance(self.base, DividedOrthogonalAdamW):
-            self.base.bind(self.partition, self.tensors.shapes, self.split)
-        if self.keeps_first_weights:
-            self.first = ShardedCopy(self.partition)
-        if self.config.ema_decay is not None:
-            self.average = ShardedEma(self.partition, self.config.ema_decay)
+        if trained:
+            owners = self.partition.owners
+            self.base = build_optimizer(owners, self.tensors.shapes, {id(owners[name]) for name in outer}, self.config)
+        self.prepare_steps()
 
     # ------------------------------------------------------------------------------------- forward
 
