@@ -100,6 +100,11 @@ class LoadedModel:
         embedding: Any = self.module.get_input_embeddings()
         return int(embedding.num_embeddings)
 
+    @property
+    def outer_ids(self) -> set[int]:
+        """Ids of the parameters of the embedding and the head, whose matrices Muon does not update."""
+        return {id(p) for part in (self.module.get_input_embeddings(), self.head) for p in part.parameters()}
+
     def require_positions(self, lens: Sequence[int]) -> None:
         """Raises ModelError if a sequence is longer than the number of the model's positions."""
         if self.positions is not None and max(lens) > self.positions:

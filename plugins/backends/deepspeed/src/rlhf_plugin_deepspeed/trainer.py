@@ -136,8 +136,7 @@ class DeepSpeedTrainer(ShardedTrainer):
         self._values: dict[str, Tensor] = {}  # outputs of the current micro-batch
         with self._guard("__init__"):
             if trained:
-                outer_ids = {id(p) for m in (self.module.get_input_embeddings(), model.head) for p in m.parameters()}
-                self.base = build_optimizer(self.parameters, self.tensors.shapes, outer_ids, self.config)
+                self.base = build_optimizer(self.parameters, self.tensors.shapes, model.outer_ids, self.config)
             if trained or divided:
                 self.zero = ZeroEngine(self.packed, self.base, self.config, self.topology, device, spec.storage)
             # Stage 3 gathers weights in the engine's hooks, so only now can the model be computed.

@@ -100,8 +100,7 @@ class FsdpTrainer(ShardedTrainer):
             require_divisible(model, self.config.sequence_parallel)
             self.prepare(model, spec, device)
             # Names and formats are noted before divide(), which replaces the parameters and stores masters in fp32.
-            outer_parameters = [p for m in (self.module.get_input_embeddings(), model.head) for p in m.parameters()]
-            outer = {name for name, p in self.parameters.items() if any(p is o for o in outer_parameters)}
+            outer = {name for name, p in self.parameters.items() if id(p) in model.outer_ids}
             stored = {name for name, p in self.parameters.items() if trained and p.dtype == torch.bfloat16}
             divide(self.packed, self.module, device.type, self.config.reshard_after_forward)
             divide_rows(model, spec, self.config.sequence_parallel, self.config.timeout)

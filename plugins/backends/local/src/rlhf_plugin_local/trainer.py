@@ -94,11 +94,8 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         """{name: tensor that the optimizer updates}: the trained parameters, or their fp32 masters."""
         self.first: Copy | None = Copy(self.parameters) if self.keeps_first_weights else None
         if spec.role.trained:
-            outer_ids = {
-                id(p) for m in (self.module.get_input_embeddings(), self.loaded_model.head) for p in m.parameters()
-            }
             # The optimizer gets masters instead of weights that are stored in bf16.
-            outer_ids = {id(self.stepped[name]) for name, p in self.parameters.items() if id(p) in outer_ids}
+            outer_ids = {id(self.stepped[name]) for name, p in self.parameters.items() if id(p) in model.outer_ids}
             self.optimizer = build_optimizer(self.stepped, outer_ids, self.config)
             self.schedule = RateSchedule(self.config, spec.total_updates)
             if self.config.ema_decay is not None:
