@@ -22,9 +22,10 @@ class TensorSplit(Split):
             parameters are equal on all ranks of a replica.
     """
 
+    topology: Topology
+
     def __init__(self, topology: Topology, dims: Mapping[str, int] | None = None, partial: Iterable[str] = ()) -> None:
         super().__init__(topology)
-        self.place = topology
         self.dims, self.partial = dict(dims or {}), frozenset(partial)
 
     def dim(self, name: str) -> int | None:
@@ -57,7 +58,7 @@ class TensorSplit(Split):
             return part
         part = part.detach().contiguous()
         parts = [torch.empty_like(part) for _ in range(self.topology.parts)]
-        dist.all_gather(parts, part, group=self.place.group)
+        dist.all_gather(parts, part, group=self.topology.group)
         return torch.cat(parts, self.dims[name])
 
     # ----------------------------------------------------------------------------------- gradients
@@ -73,9 +74,9 @@ class TensorSplit(Split):
             for piece, views in partition.views(index):
                 for view in views if piece.name not in self.dims else ():
                     if piece.name in self.partial:
-                        dist.all_reduce(view, group=self.place.group)
+                        dist.all_reduce(view, group=self.topology.group)
                     else:
-                        dist.broadcast(view, self.place.first, group=self.place.group)
+                        dist.broadcast(view, self.topology.first, group=self.topology.group)
 
     def squares(self, partition: Partition, index: int) -> float:
         """Sum of squares of a flat's gradient. A parameter that is whole on all ranks of a replica counts on one of
