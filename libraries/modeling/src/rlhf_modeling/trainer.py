@@ -322,6 +322,28 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         bf16 = self.precision.bf16 and not self.config.head_fp32
         self.borrowed[role] = comparable.to(self.device, torch.bfloat16 if bf16 else torch.float32)
 
+    # --------------------------------------------------------------------------------------- state
+
+    def saved_facts(self) -> dict[str, Any]:
+        """Fields of a checkpoint's ``trainer.json``, beside those of a subclass."""
+        return {
+            "role": self.spec.role.name,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "precision": self.precision.name,
+            "coverage": self._coverage,
+            "lora": self.config.lora.model_dump(mode="json") if self.has_adapters and self.config.lora else None,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+
+    def restore_facts(self, facts: Mapping[str, Any]) -> None:
+        """Take the counters and, with ``dtype = "auto"``, the precision of a checkpoint."""
+        self.updates, self.skipped, self._coverage = facts["updates"], facts["skipped"], facts["coverage"]
+        name = facts["precision"]
+        if self.spec.dtype == "auto" and name != self.precision.name:
+            self.precision = Precision(name == "bf16", f"{name} on {self.device.type}: as in the resumed run")
+
     # ------------------------------------------------------------------------------------- coverage
 
     def coverage(self) -> dict[str, list[str]]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rlhf_modeling import state
 from rlhf_modeling.config import LoraOptions
-from rlhf_modeling.precision import Precision
 from rlhf_modeling.sharded import checkpoint_files
 from rlhf_modeling.sharded.process_group import barrier
 from rlhf_modeling.sharded.weights import ShardedWeights
@@ -45,7 +44,8 @@ def save(trainer: ShardedWeights, division: Mapping[str, Any], path: Path) -> No
     checkpoint_files.write(path, pieces, kinds, scalars, trainer.split, spec.rank, spec.world_size)
     barrier()
     if spec.rank == 0:
-        state.write(path, {}, _facts(trainer, division))
+        facts = {"trainer": trainer.name, "ranks": spec.world_size, **division}
+        state.write(path, {}, facts | _settings(trainer) | trainer.saved_facts())
     barrier()
 
 
@@ -64,37 +64,21 @@ def load(trainer: ShardedWeights, path: Path) -> None:
     if trainer.base is not None:
         _restore_optimizer(trainer, saved)
     partition.publish()
-    trainer.updates, trainer.skipped, trainer._coverage = facts["updates"], facts["skipped"], facts["coverage"]
-    if trainer.spec.dtype == "auto" and facts["precision"] != trainer.precision.name:
-        name = facts["precision"]
-        trainer.precision = Precision(name == "bf16", f"{name} on {trainer.device.type}: as in the resumed run")
+    trainer.restore_facts(facts)
     trainer.zero_grad()
     barrier()
 
 
-def _facts(trainer: ShardedWeights, division: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(trainer: ShardedWeights) -> dict[str, Any]:
+    """Facts that must be the same in the checkpoint and in the run that resumes from it. With adapters, a checkpoint
+    holds only these; the frozen model is read from its own path."""
     return {
-        "trainer": trainer.name,
-        "role": trainer.spec.role.name,
         "trained": trainer.spec.role.trained,
-        "ranks": trainer.spec.world_size,
-        **division,
         "storage": trainer.spec.storage,
-        "optimizer": trainer.config.optimizer,
-        "lora": _lora(trainer),
-        "updates": trainer.updates,
-        "skipped": trainer.skipped,
-        "precision": trainer.precision.name,
         "ema": trainer.average is not None,
-        "coverage": trainer._coverage,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
+        "optimizer": trainer.config.optimizer,
+        "lora": trainer.saved_facts()["lora"],
     }
-
-
-def _lora(trainer: ShardedWeights) -> dict[str, Any] | None:
-    """The adapters' options. A checkpoint holds only adapters; the frozen model is read from its own path."""
-    return trainer.config.lora.model_dump(mode="json") if trainer.has_adapters and trainer.config.lora else None
 
 
 def _check(trainer: ShardedWeights, facts: dict[str, Any], path: Path) -> None:
@@ -108,13 +92,7 @@ def _check(trainer: ShardedWeights, facts: dict[str, Any], path: Path) -> None:
             f"the checkpoint {str(path)!r} was saved by trainer {by!r}; this run has trainer {trainer.name!r}. Resume "
             f"with trainer.use = {by!r}, or start a new run from its exported model."
         )
-    settings = {
-        "trained": trainer.spec.role.trained,
-        "storage": trainer.spec.storage,
-        "ema": trainer.average is not None,
-        "optimizer": trainer.config.optimizer,
-        "lora": _lora(trainer),
-    }
+    settings = _settings(trainer)
     saved = {key: facts.get(key) for key in settings} | {"storage": facts.get("storage", "fp32")}  # older: not named
     if saved["lora"] is not None:  # written by a version with fewer options
         saved["lora"] = {**LoraOptions(rank=1).model_dump(mode="json"), **saved["lora"]}

@@ -34,7 +34,7 @@ from rlhf_modeling.optimizer import (
     to_host,
 )
 from rlhf_modeling.option_checks import LEARNING, check_training
-from rlhf_modeling.precision import Precision, choose_device
+from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import copy_processor, exporting, load_tokenizer, set_exported, set_exported_dtype
 from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_modeling.trainer import PackedTrainer
@@ -242,19 +242,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
             files["optimizer"] = optimizer_tensors(self.optimizer, self.stepped)
         if self.average is not None:
             files["ema"] = self.average.tensors
-        lora = self.config.lora if self.has_adapters else None
-        facts: dict[str, Any] = {
-            "role": self.spec.role.name,
-            "updates": self.updates,
-            "skipped": self.skipped,
-            "precision": self.precision.name,
-            **self._fixed_facts(),
-            "coverage": self._coverage,
-            "lora": lora.model_dump(mode="json") if lora is not None else None,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-        }
-        state.write(path, files, facts)
+        state.write(path, files, self.saved_facts() | self._fixed_facts())
 
     def load(self, path: Path) -> None:
         facts = {"storage": "fp32", **state.read_facts(path)}  # older checkpoints have no storage field
@@ -274,10 +262,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
             restore_optimizer(self.optimizer, self.stepped, tensors, file, stepped)
         if self.average is not None:
             self._load_tensors(self.average.tensors, path, "ema")
-        self.updates, self.skipped, self._coverage = facts["updates"], facts["skipped"], facts["coverage"]
-        if self.spec.dtype == "auto" and facts["precision"] != self.precision.name:
-            name = facts["precision"]
-            self.precision = Precision(name == "bf16", f"{name} on {self.device.type}: as in the resumed run")
+        self.restore_facts(facts)
         self.zero_grad()
 
     def _fixed_facts(self) -> dict[str, Any]:
