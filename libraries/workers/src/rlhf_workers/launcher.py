@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 from rlhf.errors import CapabilityError, ConfigError, WorkerError
 from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
 from rlhf.paths import require_possible
@@ -62,6 +63,8 @@ class WorkerLauncher(Launcher):
         self._reserved_devices: ReservedDevices | None = None
         self._reports = Path.cwd()
         """Folder for reports about stalls."""
+        self._plugins: tuple[bytes, list[dict[str, str]]] = b"", []
+        """Plugins from files, which are sent as text, and the manifest of the installed plugins."""
         self._link: Kind | None = None
         """Kind of the link between the policy and the engines; None: weights go through the store."""
         self._running: list[WorkerHandle] = []
@@ -88,11 +91,15 @@ class WorkerLauncher(Launcher):
             if transport in ("shared", "broadcast") and not issubclass(generator, ReceivesOverLinks):
                 raise ConfigError(f"sync.transport = {transport!r} is not possible: {NO_LINKS}. Remove it.")
 
-    def _begin_placing(self, reports: Path | None) -> None:
-        """Refuse a second :meth:`place`, and choose the folder of reports."""
+    def _begin_placing(self, plugins: Sequence[Resolved], reports: Path | None) -> None:
+        """Refuse a second :meth:`place`. Choose the folder of reports, and pack the plugins for the workers."""
         if self._reserved_devices is not None:
             raise CapabilityError(f"launcher {self.name!r} has already placed a run; create another launcher")
         self._reports = Path(self.config.reports) if self.config.reports is not None else reports or Path.cwd()
+        # Only installed plugins have a version that every node can be compared with.
+        installed = [p for p in plugins if p.distribution != FILE and p.version]
+        files = [p for p in plugins if p not in installed]
+        self._plugins = cloudpickle.dumps(files), [p.manifest() for p in installed]
 
     # -------------------------------------------------------------------------------------- launch
 
@@ -175,6 +182,12 @@ class WorkerLauncher(Launcher):
         assert self._reserved_devices is not None
         return self._reserved_devices
 
+    def _describe(self, members: Sequence[WorkerHandle]) -> None:
+        """Have the workers resolve the run's plugins, and add what they report to each handle's facts."""
+        described = [m.ask("describe", *self._plugins) for m in members]
+        for member, facts in zip(members, self._answers(members, described), strict=True):
+            member.facts = facts | member.facts
+
     def _build(self, members: Sequence[WorkerHandle], arguments: Sequence[tuple[Any, ...]]) -> None:
         payload = self._reserved().calls.send(pack(arguments))
         self._answers(members, [m.ask("build", payload, rank) for rank, m in enumerate(members)])
@@ -213,10 +226,3 @@ class WorkerLauncher(Launcher):
         except BaseException:
             self.shutdown()
             raise
-
-
-def divide_plugins(plugins: Sequence[Resolved]) -> tuple[list[Resolved], list[dict[str, str]]]:
-    """(plugins from files, which are sent as text; the manifest of the installed plugins)."""
-    # Only installed plugins have a version that every node can be compared with.
-    installed = [p for p in plugins if p.distribution != FILE and p.version]
-    return [p for p in plugins if p not in installed], [p.manifest() for p in installed]

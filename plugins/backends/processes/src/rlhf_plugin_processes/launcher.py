@@ -11,14 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Annotated, Any, ClassVar
 
-import cloudpickle
 from pydantic import Field
 from rlhf.control_groups import allowed_cores
 from rlhf.errors import ConfigError, WorkerError
 from rlhf.interfaces import Generator, Place
 from rlhf.plugins import Resolved
 from rlhf_workers.driver.handle import WorkerHandle, slug
-from rlhf_workers.launcher import ReservedDevices, WorkerLauncher, divide_plugins
+from rlhf_workers.launcher import ReservedDevices, WorkerLauncher
 from rlhf_workers.launcher_options import WorkerOptions
 from rlhf_workers.placement import Allocation, ClusterNode, allocate, assign, bundles_of, check_fits, device_kind
 
@@ -127,7 +126,6 @@ class ProcessesLauncher(WorkerLauncher):
         """Ids of the GPUs that this process may use."""
         self._bundles: list[int] = []
         """Number of devices of each bundle."""
-        self._plugins: tuple[bytes, list[dict[str, str]]] = b"", []
         self._logs: Path | None = None
         self._printer = OutputPrinter()
 
@@ -137,7 +135,7 @@ class ProcessesLauncher(WorkerLauncher):
         _check_this_process()
 
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = (), reports: Path | None = None) -> None:
-        self._begin_placing(reports)
+        self._begin_placing(plugins, reports)
         _check_this_process()
         with self._or_nothing():
             self._gpus = visible_gpus()
@@ -151,8 +149,6 @@ class ProcessesLauncher(WorkerLauncher):
             self._reserved_devices = ReservedDevices(
                 self._calls, allocate(places, bundles, nodes), nodes, kind == "GPU"
             )
-            files, manifest = divide_plugins(plugins)
-            self._plugins = cloudpickle.dumps(files), manifest
 
     def shutdown(self) -> None:
         with ExitStack() as last_first:
@@ -160,20 +156,17 @@ class ProcessesLauncher(WorkerLauncher):
             self._end_workers(last_first)
 
     def _start(self, allocations: Mapping[str, Allocation]) -> list[WorkerHandle]:
-        members, paths = list[WorkerHandle](), list[str]()
+        members: list[WorkerHandle] = []
         for name, allocation in allocations.items():
             threads = os.environ.get("OMP_NUM_THREADS") or str(allocation.threads)
             env = {"OMP_NUM_THREADS": threads, **self.config.env}
             log, path = open_log(self._logs, name)
             if self.config.show_output:
                 self._printer.add(name, path)
-            paths.append(path)
             members.append(WorkerProcess(name, self._calls, env, gpus_of(allocation, self._bundles, self._gpus), log))
-            members[-1].facts = {"stderr": path}  # the error of a failed start quotes this file
+            members[-1].facts = {"stderr": path}  # _describe() keeps it; the error of a failed start quotes this file
             self._running.append(members[-1])
-        described = [m.ask("describe", *self._plugins) for m in members]
-        for member, path, facts in zip(members, paths, self._answers(members, described), strict=True):
-            member.facts = facts | {"stderr": path}
+        self._describe(members)
         for member in members:
             if (problem := member.facts["problem"]) is not None:
                 raise problem.error(member.name, "describe", WorkerError)

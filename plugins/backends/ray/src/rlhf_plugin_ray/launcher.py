@@ -9,14 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
-import cloudpickle
 import ray
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Place
 from rlhf.plugins import Resolved
 from rlhf_workers.driver.handle import WorkerHandle, slug
 from rlhf_workers.driver.version_check import check_versions
-from rlhf_workers.launcher import ReservedDevices, WorkerLauncher, divide_plugins
+from rlhf_workers.launcher import ReservedDevices, WorkerLauncher
 from rlhf_workers.placement import Allocation, check_fits, device_kind
 
 from rlhf_plugin_ray.actors import Actor, RayCalls, RayWorker
@@ -39,7 +38,6 @@ class RayLauncher(WorkerLauncher):
         super().__init__(config)
         self._cluster: Cluster | None = None
         self._reservation: Reservation | None = None
-        self._plugins: tuple[bytes, list[dict[str, str]]] = b"", []
         self._starts: Counter[str] = Counter()
 
     @classmethod
@@ -48,15 +46,13 @@ class RayLauncher(WorkerLauncher):
         return config.address is None and not os.environ.get("RAY_ADDRESS") and not ray.is_initialized()
 
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = (), reports: Path | None = None) -> None:
-        self._begin_placing(reports)
+        self._begin_placing(plugins, reports)
         with self._or_nothing():
             self._cluster = Cluster(self.config)
             nodes = self._cluster.nodes()
             check_fits(places, nodes, self.config.strategy)
             reserved = self._reservation = Reservation(places, device_kind(nodes), self.config)
             self._reserved_devices = ReservedDevices(RayCalls(), reserved.allocations, reserved.nodes, reserved.cuda)
-            files, manifest = divide_plugins(plugins)
-            self._plugins = cloudpickle.dumps(files), manifest
 
     def shutdown(self) -> None:
         with ExitStack() as last_first:
@@ -94,9 +90,7 @@ class RayLauncher(WorkerLauncher):
                     f"{self.config.namespace!r}. Set another namespace, or remove the option."
                 ) from cause
             self._running.append(members[-1])
-        described = [m.ask("describe", *self._plugins) for m in members]
-        for member, facts in zip(members, self._answers(members, described), strict=True):
-            member.facts = facts
+        self._describe(members)
         check_versions([m.facts for m in members])
         return members
 
