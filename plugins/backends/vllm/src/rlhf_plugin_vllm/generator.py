@@ -78,12 +78,8 @@ class VllmGenerator(WeightLoading):
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
         super().check(config, spec, samplings, device)
-        _check_kept_keys(config, spec)
-        _check_adapters(config, spec, device)
         platform = current_platform() if device is not None else None
-        _check_records(config, spec, platform)
-        _check_speculative(config, spec, platform)
-        _check_quantization(config, spec, platform)
+        _check_options(config, spec, device, platform)
         if platform is not None:
             check_platform(config, platform)
             prefill_tokens(config, spec, platform)
@@ -102,11 +98,7 @@ class VllmGenerator(WeightLoading):
         self.spec = spec
         platform = current_platform()
         check_platform(self.config, platform)
-        _check_kept_keys(self.config, spec)
-        _check_adapters(self.config, spec, platform.device)
-        _check_records(self.config, spec, platform)
-        _check_speculative(self.config, spec, platform)
-        _check_quantization(self.config, spec, platform)
+        _check_options(self.config, spec, platform.device, platform)
         self._names = count()
         super().__init__(Engine(self.config, spec, platform), frees_memory=not platform.cpu and spec.shares_devices)
         self.longest = min(spec.max_tokens, self.engine.length)
@@ -246,6 +238,17 @@ class VllmGenerator(WeightLoading):
             engine.close()
 
 
+def _check_options(
+    config: VllmGeneratorConfig, spec: GeneratorSpec, device: str | None, platform: Platform | None
+) -> None:
+    _check_kept_keys(config, spec)
+    _check_adapters(config, spec, device)
+    _check_records(config, spec, platform)
+    _check_speculative(config, spec, platform)
+    if config.quantization is not None:
+        check_quantization(config, spec, platform, expert_count(text_config(spec)))
+
+
 def _check_kept_keys(config: VllmGeneratorConfig, spec: GeneratorSpec) -> None:
     """Raises CapabilityError if ``Turn.versions`` would be wrong. With several stages, batches are in transit while
     weights are loaded, and their tokens would count for the new weights. Without ``keep`` vLLM drops these batches and
@@ -284,11 +287,6 @@ def _check_records(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: P
         require(
             platform.distribution, "trainer.router_replay", "may report wrong experts for tokens of a cached prefix"
         )
-
-
-def _check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform | None) -> None:
-    if config.quantization is not None:
-        check_quantization(config, spec, platform, expert_count(text_config(spec)))
 
 
 def _check_speculative(config: VllmGeneratorConfig, spec: GeneratorSpec, platform: Platform | None) -> None:
