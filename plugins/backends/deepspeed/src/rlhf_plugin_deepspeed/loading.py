@@ -93,7 +93,7 @@ def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainer
     divided = engine_config(config, 2**62)
     with quiet(), copies, _transformers_divides(divided):
         model = read_model(spec)
-        model.module.to(device)
+        model.module.eval().to(device)
     if model.fresh_head:
         with deepspeed.zero.GatheredParameters(list(model.head.parameters()), modifier_rank=0):
             if spec.rank == 0:
