@@ -366,6 +366,16 @@ def test_a_web_page_needs_a_token(url) -> None:
     assert "need a token" in answer.json()["error"]
 
 
+@pytest.mark.parametrize("content", ["", "[1]", "{"])
+def test_a_request_that_is_no_json_object_is_refused(url, content) -> None:
+    import httpx
+
+    for path in ("weights_info", "asample"):
+        answer = httpx.post(f"{url}/api/v1/{path}", content=content, headers={"X-API-Key": "tml-any"})
+        assert answer.status_code == 422, path
+        assert "the request is not one of tinker" in answer.json()["error"]
+
+
 def test_a_repeated_request_computes_nothing(url, service) -> None:
     """As a client sends it whose connection broke."""
     import httpx

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rlhf.errors import RlhfError
 from rlhf.types import Sampling
 from rlhf_runtime.calls.main_thread import MainThread
@@ -233,7 +233,8 @@ class TrainingApplication:
         return self._begin(f"{name}/{'load' if new else body.seq_id}", load, name)
 
     async def _weights_info(self, request: web.Request) -> web.Response:
-        facts = self._models.facts(str((await request.json()).get("tinker_path")))
+        body = TypeAdapter(dict[str, Any]).validate_json(await request.read())
+        facts = self._models.facts(str(body.get("tinker_path")))
         return _json(types.WeightsInfoResponse(**facts, is_lora=True))
 
     # ------------------------------------------------------------------------------------- sampling
