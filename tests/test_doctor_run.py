@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ OF_RUNS: dict[str, dict[str, Any]] = {
 """Causes that options of a run make."""
 LORA: dict[str, Any] = {"trainer": {"lora": {"rank": 2}}}
 REPLAY: dict[str, Any] = {"trainer": {"router_replay": True}}
-IN_EVERY_RUN = {*zip(CAUSES[::2], CAUSES[1::2], strict=True), (STALE, ADAPTERS)}
+IN_EVERY_RUN = {*pairwise(CAUSES), (STALE, ADAPTERS)}
 """Pairs in ``make test``: each cause is in one, and the adapters of older weights are merged in another way."""
 PAIRS = [pytest.param(p, marks=() if p in IN_EVERY_RUN else pytest.mark.full) for p in combinations(CAUSES, 2)]
 FROZEN: dict[str, Any] = {"trainer": {"lr": 0, "lora": None}}
