@@ -4,6 +4,7 @@ the tests that take long, and no test waits for the one before, for threads of a
 from __future__ import annotations
 
 import gc
+import os
 import re
 import socket
 import subprocess
@@ -44,25 +45,26 @@ def test_the_marker_cluster_leaves_out_the_tests_of_clusters():
 
 
 SYSTEMS = """
-import pytest, sys
+import os, pytest, sys
 
-@pytest.mark.linux("not skipped")
-def test_of_linux_there(): sys.platform = "darwin"
+this, sys.platform = sys.platform, os.environ["SYSTEM"]
 
 @pytest.mark.linux("the kernel")
-def test_of_linux_elsewhere(): pass
-
-def test_of_all(): sys.platform = "linux"  # which pytest needs at its end
+def test_of_linux(): pass
+def test_of_all(): sys.platform = this  # which pytest needs at its end
 """
 
 
-@pytest.mark.linux("elsewhere the first test is skipped too")
-def test_other_systems_skip_the_tests_that_need_linux(tmp_path):
+@pytest.mark.parametrize(
+    ("system", "summary"), [("linux", "2 passed"), ("darwin", "needs Linux: the kernel\n1 passed, 1 skipped")]
+)
+def test_other_systems_skip_the_tests_that_need_linux(tmp_path, system, summary):
     (tmp_path / "test_systems.py").write_text(SYSTEMS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = linux\n")
     command = [sys.executable, "-m", "pytest", "-qrs", "-p", "conftest", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert "needs Linux: the kernel\n2 passed, 1 skipped" in done.stdout
+    environment = {**os.environ, "SYSTEM": system}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert summary in done.stdout
 
 
 LENGTHS = """
@@ -79,7 +81,6 @@ def test_starts_a_child(): subprocess.run([sys.executable, "-c", BUSY], check=Tr
 
 @pytest.mark.linux("elsewhere there is no limit")
 def test_a_test_that_takes_more_processor_time_than_allowed_fails(tmp_path):
-    """Without the option none does: `make test` has many that take longer."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_lengths.py").write_text(LENGTHS)
     command = [
@@ -97,6 +98,7 @@ def test_a_test_that_takes_more_processor_time_than_allowed_fails(tmp_path):
     done = subprocess.run([*command, "--longest-case", "0.4"], capture_output=True, text=True, check=False, cwd=ROOT)
     assert re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE) == ["test_computes", "test_starts_a_child"]
     assert "--longest-case allows 0.4 s" in done.stdout
+    assert subprocess.run(command, capture_output=True, check=False, cwd=ROOT).returncode == 0
 
 
 def test_messages_about_reruns_do_not_wait_for_each_other(request):
