@@ -47,7 +47,9 @@ UNUSED = {"datasets", "deepspeed", "mlflow", "ray", "sklearn", "vllm", "wandb"}
 def test_the_installed_command_trains_and_imports_nothing_large_in_a_step_and_nothing_unused(shop: Workshop) -> None:
     """The command is the file that `pip install` writes. One process shows both, because its start takes seconds."""
     output = shop.folder / "modules.json"
-    words = [str(Path(sys.executable).with_name("rlhf")), *shop.arguments(shop.config("grpo", "run"))]
+    command = str(Path(sys.executable).with_name("rlhf"))
+    assert subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout.startswith("rlhf ")
+    words = [command, *shop.arguments(shop.config("grpo", "run"))]
     script = SCRIPT.format(words=words, output=str(output))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)

@@ -180,8 +180,8 @@ class VirtualRollouts(Rollouts):
 
     def __init__(self, speeds: Speeds, engines: VirtualEngines, main: VirtualMain, limit: int | None, pool: bool):
         self._speeds, self.concurrency = speeds, limit
-        itself: Any = self
-        parts = SampleParts(itself, itself, itself)
+        part: Any = self
+        parts = SampleParts(rollout=part, template=part, scorer=part)
         super().__init__(parts, engines, main, pool=engines if pool else None)  # type: ignore[arg-type]
 
     def encode_answer(self, row: Row) -> list[Any]:
