@@ -339,6 +339,7 @@ def test_an_evaluation_shares_the_places_of_live_samples(stream, main) -> None:
     assert [group.number for group in training.take(0).groups] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_counts_all_rows_of_a_batch_that_is_being_started(stream) -> None:
     """A curriculum chooses the rows of a batch together. The checkpoint is saved when the first of them is answered."""
 
@@ -369,6 +370,7 @@ def test_a_checkpoint_counts_all_rows_of_a_batch_that_is_being_started(stream) -
     assert (len(engine.state["pending"]), engine.state["counts"]["prompts"]) == (many, many)
 
 
+@pytest.mark.slow
 def test_samples_go_on_while_many_groups_are_started(stream: Callable[..., ContinuousStream]) -> None:
     """The first answers come before the last group is started."""
     many = 10 * AT_ONCE

@@ -162,6 +162,7 @@ class Point:
     pass
 
 
+@pytest.mark.slow
 def test_values_return_as_they_were() -> None:
     point = Point()
     point.x, point.other = (1, frozenset({b"a"})), None
