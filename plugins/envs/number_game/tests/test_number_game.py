@@ -54,6 +54,7 @@ def test_answers_and_rewards() -> None:
     assert [s.observation for s in steps] == ["<", ">", "<", "="]
     assert [s.reward for s in steps] == pytest.approx([-0.1, -0.1, -0.1, 0.9])
     assert [s.done for s in steps] == [False, False, False, True]
+    assert all(s.info["valid"] for s in steps)
 
 
 @pytest.mark.parametrize("action", ["", "x", "0?", "16?", "5??", "-5?", "5 6", "9" * 400, "٥?"])

@@ -23,7 +23,7 @@ class TestConforms(ObserverContract):
     configs = (MLflowConfig(), MLflowConfig(samples=0, tags={"team": "a"}))
 
 
-LOSSES = {"policy/loss": 0.75, "policy/loss/kl": 0.25, "policy/loss/kl/b": 0.125}
+LOSSES = {"policy/loss": 0.75, "policy/loss/kl": 0.25, "policy/loss/kl/b": 0.125, "turns": 2.0, "turns/longest": 4.0}
 
 
 def groups():
@@ -64,6 +64,7 @@ def test_metrics_parameters_and_samples_are_read_back(tmp_path):
     assert history(client, run_id, "policy/loss") == [(1, 0.75), (2, 0.75), (3, 0.75)]
     assert history(client, run_id, "policy/loss.kl") == [(1, 0.25), (2, 0.25), (3, 0.25)]
     assert history(client, run_id, "policy/loss.kl.b") == [(1, 0.125), (2, 0.125), (3, 0.125)]
+    assert history(client, run_id, "turns.longest") == [(1, 4.0), (2, 4.0), (3, 4.0)]
     record = client.get_run(run_id)
     assert (record.info.run_name, record.info.status) == ("my run", "FINISHED")
     assert client.get_experiment(record.info.experiment_id).name == "e"
