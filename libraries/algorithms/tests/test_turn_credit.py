@@ -128,6 +128,17 @@ def test_turns_after_one_observation_share_their_credit():
     assert own(batch) == [-2.25, -2.25, -3.0, -3.0, 2.25, 2.25, 3.0, 3.0, 0.0, 0.0]
 
 
+def test_kl_before_the_baseline_lowers_the_credit_of_turns_too():
+    """The same games. The second pays 4 tokens of KL 0.25, so it gets 2 in all, and 1 at its end besides its turns:
+    returns 0, 0 and 1, 2."""
+    games = [game(0, ["left"], [0.0, 0.0], 0.0), game(1, ["left"], [0.0, 1.0], 3.0)]
+    batch = assemble([Group(ROW, 3, games)], turns=True)
+    assert batch is not None
+    batch = with_columns(batch, old_logprobs=[-1.0] * 8, ref_logprobs=[-1.0] * 4 + [-1.25] * 4)
+    batch, _ = credit(batch, GiGPO(GiGPO.Config(gamma=0.5, std="none")), kl=KLPenalty(1.0, before_baseline=True))
+    assert own(batch) == [-1.5, -1.5, -2.0, -2.0, 1.5, 1.5, 2.0, 2.0]
+
+
 def test_a_reward_of_an_empty_answer_counts_at_the_turn_before_it_and_other_images_are_another_state():
     """The last turn is empty and rewarded 4. Two turns follow the same text, but see another image."""
     games = [game(n, ["look"], [0.0, 1.0], 5.0) for n in range(2)]
