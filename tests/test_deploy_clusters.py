@@ -245,6 +245,7 @@ def test_a_pod_without_a_run_ends_at_once(scripts):
     ("words", "variables", "message"),
     [
         ([TRAIN, "run.toml", "--output", "x"], {}, "train.sh: --output is not possible here"),
+        ([TRAIN, "run.toml", "--run.overwrite=true"], {}, "train.sh: --run.overwrite=true is not possible"),
         ([TRAIN, "run.toml", "--launcher.address=x"], {}, "train.sh: --launcher.address=x is not possible"),
         ([TRAIN, "run.toml"], {"RLHF_OUTPUT": "runs/one"}, "must be an absolute path"),
         ([DEPLOY / "ray/nodes.sh", "0", "1", "127.0.0.1"], {}, "usage: nodes.sh"),

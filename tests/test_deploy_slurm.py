@@ -266,7 +266,10 @@ def test_nodes_that_never_join_end_the_job(slurm):
     assert sorted(line for line in slurm.log if "ended" in line) == [f"ray node-{n} ended" for n in "abc"]
 
 
-@pytest.mark.parametrize("words", [[], ["run.toml", "--output", "x"], ["run.toml", "--resume"]])
+FLAGS = (["--output", "x"], ["--resume"], ["--overwrite"], ["--run.overwrite=true"])
+
+
+@pytest.mark.parametrize("words", [[], *(["run.toml", *flags] for flags in FLAGS)])
 def test_options_that_the_slurm_script_sets_are_refused_as_flags(slurm, words):
     code, _, err = slurm.run(*words)
     assert code == 2

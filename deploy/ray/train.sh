@@ -11,7 +11,7 @@ set -euo pipefail
 
 for word in "$@"; do
     case $word in
-    --output | --output=* | --run.output* | --overwrite | --launcher.address*)
+    --output | --output=* | --run.output* | --overwrite | --run.overwrite* | --launcher.address*)
         echo "train.sh: $word is not possible here: RLHF_OUTPUT is the run directory, and a run in it continues" >&2
         exit 2
         ;;
