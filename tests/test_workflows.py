@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from typing import Any
 
 import pytest
@@ -57,6 +58,19 @@ def test_the_hooks_use_the_ruff_of_the_constraints():
     [version] = re.findall(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     revisions = {entry["repo"]: entry["rev"] for entry in yaml.safe_load(HOOKS.read_text())["repos"]}
     assert revisions["https://github.com/astral-sh/ruff-pre-commit"] == f"v{version}"
+
+
+def test_the_hook_for_the_ends_of_files_changes_no_file():
+    """`pre-commit run --all-files`: every text file that it reads ends in one line break."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("a checkout of git is missing, which lists the files")
+    [hook] = [h for entry in yaml.safe_load(HOOKS.read_text())["repos"] for h in entry["hooks"] if "exclude" in h]
+    assert hook["id"] == "end-of-file-fixer"
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    contents = {name: (ROOT / name).read_bytes() for name in files.split("\0")[:-1]}
+    texts = {name: content for name, content in contents.items() if content and b"\0" not in content}
+    ends = {name for name, content in texts.items() if not content.endswith(b"\n") or content.endswith(b"\n\n")}
+    assert {name for name in ends if not re.search(hook["exclude"], name)} == set()
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
