@@ -36,3 +36,20 @@ def test_the_agent_is_trained_on_what_it_was_answered(tmp_path: Path) -> None:
         samples = recorded(tmp_path / f"runs/agent/rloo/rollouts/step-{line['step']:06}.arrow")
         assert {sample["reward"] for _, sample in samples} <= {0.0, 1.0}
     assert sum(line["rollout/calls/look_up"] for line in lines[1:]) > 0
+
+
+@pytest.mark.slow
+def test_the_page_says_how_many_held_out_questions_are_in_the_training_data(tmp_path: Path) -> None:
+    script = ROOT / "examples/agent/make_task.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True, timeout=600)
+    held_out, tasks, demonstrations = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("held_out", "tasks", "demonstrations")
+    )
+    said = {tuple(m["content"] for m in row["messages"] if m["content"]) for row in demonstrations}
+    texts = [(task["prompt"], *task["catalogue"].values(), task["price"]) for task in held_out]
+    answered = [text for text in texts if text in said]
+    assert {len(text) for text in answered} == {3}, "a chain of one item"
+    asked = sum(task in tasks for task in held_out)
+    counts = f"{asked} of the {len(held_out)} are also training questions, and demonstrations answer {len(answered)}"
+    assert counts in (ROOT / "examples/agent/README.md").read_text()
