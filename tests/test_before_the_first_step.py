@@ -170,3 +170,25 @@ def test_waiting_for_the_check_blocks_and_stopping_does_not(data: TrainData) -> 
     threading.Timer(0.2, Slow.gate.set).start()
     check.stop()
     check.wait()
+
+
+LOSSES = {
+    "pairs": ("grpo", "dpo", "the loss 'dpo' is for pairs, but this slot needs a loss for prompts, such as 'ppo'"),
+    "both answers": ("dpo", "nll", "the loss 'nll' is for demonstrations, but this slot needs a loss for pairs"),
+    "sampled pairs": ("online_dpo", "kto", "the loss 'kto' is for labels, but this slot needs a loss for pairs"),
+    "scalar head": ("reward_model", "dpo", "the loss 'dpo' reads 'logprobs', which the 'scalar' head of 'policy'"),
+    "language model": ("grpo", "value", "the loss 'value' reads 'values', which the 'lm' head of 'policy' does not"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_that_cannot_read_the_algorithms_batches(shop: Workshop, case: str) -> None:
+    algorithm, loss, says = LOSSES[case]
+    finished = shop.run(algorithm, "run", "--dry-run", algorithm={"loss": {"use": loss}})
+    assert finished.code == 2, finished.said
+    assert says in finished.err
+
+
+@pytest.mark.parametrize(("algorithm", "loss"), [("online_dpo", "simpo"), ("rejection_sampling", "dft")])
+def test_a_loss_for_the_same_form_of_data(shop: Workshop, algorithm: str, loss: str) -> None:
+    assert shop.run(algorithm, "run", "--dry-run", algorithm={"loss": {"use": loss}}).code == 0

@@ -169,20 +169,20 @@ def test_a_reward_function_has_its_columns_beside_it(tmp_path, capsys):
 def test_a_loss_on_pairs_says_what_units_it_needs():
     message = failures("loss", Summed)["declared_needs"]
     assert "loss 'summed' reads the sequence of role 1 in every unit, but 0 of 6 units have one" in message
-    assert 'conformance = {"data": "pairs"}' in message
+    assert 'set data = "pairs" in its class' in message
 
 
 def test_a_column_of_units_says_so():
     class Units(Summed):
         """On pairs; the column has one value a unit."""
 
-        conformance: dict[str, Any] = {"data": "pairs"}
+        data = "pairs"
 
     message = failures("loss", Units)["declared_needs"]
     assert "The suite made one value per token for the columns margin" in message
     assert 'conformance = {"levels": {"margin": "unit"}}' in message
     assert "(test_supplied.py:" in message
-    Units.conformance = {"data": "pairs", "levels": {"margin": "unit"}}
+    Units.conformance = {"levels": {"margin": "unit"}}
     assert failures("loss", Units) == {}
 
 

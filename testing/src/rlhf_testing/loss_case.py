@@ -50,8 +50,9 @@ class LossSubject(Contract):
 
     kind = "loss"
     loss: Any = None
-    data: DataForm = "prompts"
-    """``pairs``: units of two sequences with roles 0 and 1."""
+    data: DataForm | None = None
+    """``pairs``: units of two sequences with roles 0 and 1. Default: the form that the loss declares, or
+    ``prompts``."""
     coef: Mapping[str, float] = {}
     """Coefficients the algorithm passes (``Update.coef``)."""
     levels: Mapping[str, str] = {}
@@ -86,7 +87,8 @@ class LossCase:
         self.suite, self.loss, self.seed, self.extreme = suite, loss, seed, extreme
         self.over = over_mask(loss)
         self.heads = [resolve_head(o, self.over) for o in loss.outputs()]
-        batch = fabricate.batch(seed, form=suite.data, mask=self.over, fresh=fresh and suite.data == "prompts")
+        form = suite.data or loss.data or "prompts"
+        batch = fabricate.batch(seed, form=form, mask=self.over, fresh=fresh and form == "prompts")
         batch = suite.assembled(batch, seed)
         for head in self.heads:
             if head.over != "last_token" and head.over not in batch.tok:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rlhf.interfaces.component import Component
-from rlhf.types import Annotation, Head, LossOutput, OnlineShape, Reduce
+from rlhf.types import Annotation, DataForm, Head, LossOutput, OnlineShape, Reduce
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
@@ -32,6 +32,10 @@ class Loss(Component):
                 return LossOutput({"nll": -x["logprobs"]})
     """
 
+    data: ClassVar[DataForm | None] = None
+    """What a unit of its batches is: scored samples (``prompts``), answers of the data (``demonstrations``), two
+    answers (``pairs``), labelled answers (``labels``), solutions with labelled steps (``steps``). A run is refused if a
+    slot of its algorithm names a loss for another form than the slot's default loss. None: never refused."""
     correction_option: str = ""
     """The option, relative to the loss's section, that enables importance weights for samples of an older policy:
     ``correction.preset NAME``. Empty if the loss has no such option. A warning at the start of a run names it."""

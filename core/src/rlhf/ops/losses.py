@@ -131,6 +131,6 @@ class LossInput:
             raise TrainingError(
                 f"loss {self._loss!r} reads the sequence of role {role} in every unit, but {len(index_U)} of "
                 f"{self.units} units have one. Use it with an algorithm on pairs, whose units have roles 0 and 1; for "
-                '`rlhf plugins check`, set conformance = {"data": "pairs"} in its class'
+                '`rlhf plugins check`, set data = "pairs" in its class'
             )
         return values_S[index_U]

@@ -30,6 +30,7 @@ class Value(Loss):
     name = "value"
     source = "Schulman et al. 2017, arXiv:1707.06347; value clipping as in OpenAI baselines"
     Config = ValueConfig
+    data = "prompts"
 
     def outputs(self) -> tuple[str, ...]:
         return ("values",)

@@ -65,7 +65,7 @@ class ContrastLoss(Loss):
     ``chosen_logprobs`` and ``rejected_logprobs``.
     """
 
-    conformance = {"data": "pairs"}
+    data = "pairs"
 
     @property
     def per_token(self) -> bool:

@@ -69,6 +69,7 @@ class PolicyLoss(Loss):
     """
 
     Config: ClassVar[type[ComponentConfig]] = PolicyLossConfig
+    data = "prompts"
     reads_old: ClassVar[bool] = True
     """Whether the surrogate reads ``old_logprobs``."""
     correction_option = "correction.preset tis"

@@ -17,7 +17,6 @@ class TestCPOIpo(AlgorithmContract):
 
 class TestCPOLoss(LossContract):
     loss = CPOLoss
-    data = "pairs"
     configs = (
         CPOLoss.Config(),
         CPOLoss.Config(label_smoothing=0.2, nll_reduce="seq_mean_token_mean"),

@@ -77,7 +77,6 @@ def test_a_changing_teacher_sends_tokens_alone(options, loss, words):
 
 class TestLossOnTopTokens(LossContract):
     loss = Distill
-    data = "demonstrations"
     without_effect = {"top_k": "the algorithm reads it, which asks the teacher for so many"}
     configs = (
         Distill.Config(alpha=1.0, top_k=4),
@@ -120,7 +119,6 @@ class TestLossOnTopTokens(LossContract):
 
 class TestLoss(LossContract):
     loss = Distill
-    data = "demonstrations"
     configs = (
         Distill.Config(),
         Distill.Config(divergence="reverse_kl", alpha=1.0, temperature=2.0),

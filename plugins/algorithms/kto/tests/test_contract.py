@@ -46,7 +46,6 @@ def held_against(x_BT, z_of) -> torch.Tensor:
 
 class TestKTOLoss(LossContract):
     loss = KTOLoss
-    data = "labels"
     levels = {"kl": "unit"}
     configs = (KTOLoss.Config(), KTOLoss.Config(beta=0.5, desirable_weight=2.0, undesirable_weight=0.5))
 
@@ -61,7 +60,6 @@ class TestKTOLoss(LossContract):
 
 class TestVanillaLoss(LossContract):
     loss = KTOLoss
-    data = "labels"
     levels = {"kl": "unit"}
     configs = (KTOLoss.Config(loss_type="vanilla"), KTOLoss.Config(loss_type="vanilla", desirable_weight=2.0))
 
@@ -74,7 +72,6 @@ class TestVanillaLoss(LossContract):
 
 class TestApoLoss(LossContract):
     loss = KTOLoss
-    data = "labels"
     configs = (KTOLoss.Config(loss_type="apo_zero_unpaired", undesirable_weight=1.5),)
 
     def statement(self, x_BT):

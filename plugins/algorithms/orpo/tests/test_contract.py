@@ -17,7 +17,6 @@ class TestORPOOnWholeTexts(AlgorithmContract):
 
 class TestORPOLoss(LossContract):
     loss = ORPOLoss
-    data = "pairs"
     without_effect = {"nll_on": "the fabricated mask of all text is that of the answers"}
     configs = (ORPOLoss.Config(), ORPOLoss.Config(beta=2.0, nll_on="all"), ORPOLoss.Config(beta=0.0))
 

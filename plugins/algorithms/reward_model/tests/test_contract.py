@@ -18,7 +18,6 @@ class TestCentred(AlgorithmContract):
 
 class TestPairwise(LossContract):
     loss = PairwiseLoss
-    data = "pairs"
     levels = {"margin": "unit"}
     configs = (
         PairwiseLoss.Config(),

@@ -17,7 +17,6 @@ class TestSFTByRows(AlgorithmContract):
 
 class TestNLL(LossContract):
     loss = NLL
-    data = "demonstrations"
     configs = (NLL.Config(), NLL.Config(reduce="seq_mean_token_mean"))
 
     def statement(self, x_BT):
@@ -31,7 +30,6 @@ class TestNLL(LossContract):
 
 class TestSmoothed(LossContract):
     loss = NLL
-    data = "demonstrations"
     configs = (NLL.Config(label_smoothing=0.1), NLL.Config(label_smoothing=0.5, reduce="seq_mean_token_mean"))
 
     def statement(self, x_BT):
@@ -42,7 +40,6 @@ class TestSmoothed(LossContract):
 
 class TestDFT(LossContract):
     loss = DFT
-    data = "demonstrations"
     configs = (DFT.Config(), DFT.Config(reduce="seq_mean_token_mean"))
 
     def statement(self, x_BT):

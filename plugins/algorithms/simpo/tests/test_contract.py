@@ -17,7 +17,6 @@ class TestSimPOWithLikelihood(AlgorithmContract):
 
 class TestSimPOLoss(LossContract):
     loss = SimPOLoss
-    data = "pairs"
     configs = (
         SimPOLoss.Config(),
         SimPOLoss.Config(beta=10.0, gamma=3.0, label_smoothing=0.1),

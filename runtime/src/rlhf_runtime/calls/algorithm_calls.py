@@ -8,13 +8,14 @@ from typing import Any
 
 from rlhf.errors import PluginInvalid, TrainingError, boundary, brief
 from rlhf.interfaces import Algorithm, Loss, Reward
-from rlhf.types import Annotation, Needs, RoleSpec, Snapshot, Update
+from rlhf.types import Annotation, Head, Needs, RoleSpec, Snapshot, Update
 
 ITEMS: Mapping[str, tuple[tuple[type[Any], ...], str]] = {
     "annotations": ((Annotation,), "a list of Annotations, [] for none"),
     "updates": ((Update, Snapshot), "a list of Updates and Snapshots"),
     "conflicts": ((str,), "a list of sentences, [] for none"),
     "columns": ((str,), "a list of names of columns, [] for none"),
+    "outputs": ((str, Head), 'a tuple of names and Heads, even of one name: ("logprobs",)'),
     "prepass": ((Annotation,), "a tuple of Annotations, () for none"),
     "roles": ((RoleSpec,), "a tuple of RoleSpecs, () for none"),
 }

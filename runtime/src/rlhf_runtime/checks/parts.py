@@ -26,6 +26,7 @@ from rlhf.interfaces import (
     TakesTensors,
     TakesWeights,
 )
+from rlhf.ops.heads import BUILTIN, gives
 from rlhf.types import ExpertLayers, Lent, RoleSpec, Row, Update
 from rlhf_hub.adapter_folders import adapter_of
 
@@ -198,6 +199,7 @@ def check_roles(plugins_of_run: RunPlugins, schedule: UpdateSchedule) -> None:
     algorithm, roles, snapshots = plugins_of_run.algorithm, plugins_of_run.roles, schedule.snapshots
     updates = schedule.total()
     _check_declared(algorithm, roles, snapshots | schedule.sources)
+    _check_outputs(algorithm, roles)
     trained = [name for name, role in roles.items() if role.trained]
     idle = [
         f"{algorithm.name} configured like this does not update {name!r} in any of the run's {len(schedule.planned)} "
@@ -273,6 +275,20 @@ def _check_declared(algorithm: Algorithm, roles: Collection[str], copied: Collec
                 f"The run has the roles {', '.join(sorted(roles))}. needs() must return Needs(roles=(..., "
                 f"RoleSpec({unknown[0]!r})))."
             )
+
+
+def _check_outputs(algorithm: Algorithm, roles: Mapping[str, RoleSpec]) -> None:
+    """Raises ConfigError if a loss of the first step reads an output that the model of its role does not have."""
+    for update in ask(algorithm, "updates", 0):
+        if not isinstance(update, Update):
+            continue
+        loss, head = algorithm.parts[update.loss], roles[update.role].head
+        for output in ask(loss, "outputs"):
+            if isinstance(output, str) and output in BUILTIN and not gives(head, output):
+                raise ConfigError(
+                    f"algorithm.{update.loss}: the loss {loss.name!r} reads {output!r}, which the {head!r} head of "
+                    f"{update.role!r} does not give. Use another loss, or another algorithm."
+                )
 
 
 def check_columns(plugins_of_run: RunPlugins, data: TrainData, held_out: Sequence[Row], samples: bool) -> None:

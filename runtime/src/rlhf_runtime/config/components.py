@@ -268,18 +268,18 @@ def _slot(
             f"{error} The algorithm uses this plugin for the slot if {path}.use is not set. Set that option to another "
             "plugin, or to a class in a file: file:PATH.py:CLASS."
         ) from None
-    if _is_default(plugins, slot, resolved):
-        options = {**slot.defaults, **options}
-    return resolved, options
-
-
-def _is_default(plugins: Plugins, slot: Slot, plugin: Resolved) -> bool:
-    if plugin.ref.removeprefix("plugin:") == slot.use:
-        return True
     try:
-        return bool(plugins.resolve(slot.kind, slot.use).cls is plugin.cls)
-    except PluginError:  # the default is not installed or ambiguous, so it was not chosen
-        return False
+        default = plugins.resolve(slot.kind, slot.use).cls
+    except PluginError:  # it is not installed or ambiguous, so it was not chosen
+        return resolved, options
+    if resolved.cls is default:
+        return resolved, {**slot.defaults, **options}
+    if slot.kind == "loss" and None not in (resolved.cls.data, default.data) and resolved.cls.data != default.data:
+        raise ConfigError(
+            f"{path}.use{origin(f'{path}.use', origins)}: the loss {resolved.name!r} is for {resolved.cls.data}, but "
+            f"this slot needs a loss for {default.data}, such as {slot.use!r}. Use such a loss, or another algorithm."
+        )
+    return resolved, options
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,8 @@ class Distill(Loss):
     name = "distill"
     source = "Agarwal et al. 2023, On-policy distillation (GKD), https://arxiv.org/abs/2306.13649"
     Config = DistillConfig
-    conformance = {"data": "demonstrations", "column": made_up}
+    data = "demonstrations"
+    conformance = {"column": made_up}
 
     by_ids = False
     """Whether the batch has the teacher's most probable tokens instead of its hidden states."""

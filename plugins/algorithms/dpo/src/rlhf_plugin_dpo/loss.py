@@ -53,7 +53,7 @@ class DPOLoss(Loss):
     name = "dpo"
     source = "Rafailov et al. 2023, Direct preference optimization, arXiv:2305.18290"
     Config = DPOConfig
-    conformance = {"data": "pairs"}
+    data = "pairs"
 
     def outputs(self) -> tuple[str | Head, ...]:
         return ("logprobs", LOG_SUM_SQUARES) if self.config.wpo else ("logprobs",)

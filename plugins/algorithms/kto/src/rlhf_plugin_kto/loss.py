@@ -88,7 +88,8 @@ class KTOLoss(Loss):
     name = "kto"
     source = "Ethayarajh et al. 2024, arXiv:2402.01306, equation 7"
     Config = KTOConfig
-    conformance = {"data": "labels", "levels": {"kl": "unit"}, "assembled": with_twins}
+    data = "labels"
+    conformance = {"levels": {"kl": "unit"}, "assembled": with_twins}
 
     def outputs(self) -> tuple[str, ...]:
         return ("logprobs",)

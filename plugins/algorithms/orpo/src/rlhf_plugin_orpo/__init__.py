@@ -48,7 +48,7 @@ class ORPOLoss(Loss):
     name = "orpo"
     source = "Hong et al. 2024, arXiv:2403.07691, equations 6 and 7"
     Config = ORPOConfig
-    conformance = {"data": "pairs"}
+    data = "pairs"
 
     def outputs(self) -> tuple[str, ...]:
         return ("logprobs",)

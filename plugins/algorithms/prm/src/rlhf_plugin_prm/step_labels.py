@@ -44,6 +44,7 @@ class StepLabels(Loss):
     name = "step_labels"
     source = "Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935"
     Config = StepLabelsConfig
+    data = "steps"
 
     def __init__(self, config: ComponentConfig | None = None, head: Head | None = None) -> None:
         """``head``: the log-odds that a step is right; None reads them from a head of two classes."""

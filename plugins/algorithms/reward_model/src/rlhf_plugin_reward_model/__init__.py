@@ -110,7 +110,8 @@ class PairwiseLoss(Loss):
     name = "pairwise"
     source = "Bradley-Terry; Ouyang et al. 2022, arXiv:2203.02155, equation 1; Touvron et al. 2023, arXiv:2307.09288"
     Config = PairwiseConfig
-    conformance = {"data": "pairs", "levels": {"margin": "unit"}}
+    data = "pairs"
+    conformance = {"levels": {"margin": "unit"}}
 
     def outputs(self) -> tuple[str, ...]:
         return ("scores",)

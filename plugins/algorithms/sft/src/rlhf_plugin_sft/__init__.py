@@ -48,6 +48,7 @@ class NLL(Loss):
     name = "nll"
     source = "maximum likelihood"
     Config: ClassVar[type[ComponentConfig]] = NLLConfig
+    data = "demonstrations"
 
     def outputs(self) -> tuple[str | Head, ...]:
         return ("logprobs", *((MEAN_LOGPROB,) if self.config.label_smoothing else ()), "top1")
@@ -71,6 +72,7 @@ class DFT(Loss):
     name = "dft"
     source = "Wu et al. 2025, On the generalization of SFT, arXiv:2508.05629, equation 9"
     Config = LikelihoodConfig
+    data = "demonstrations"
 
     def outputs(self) -> tuple[str, ...]:
         return ("logprobs", "top1")
