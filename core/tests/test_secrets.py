@@ -45,6 +45,9 @@ FORMS = [
     "AKIA" + "A" * 16,
     "xoxb-" + "1" * 12,
     "AIza" + "a" * 32,
+    "nvapi-" + "a" * 20,
+    "gsk_" + "a" * 20,
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NSJ9." + "a" * 20,
     "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----",
 ]
 

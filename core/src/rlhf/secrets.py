@@ -25,7 +25,8 @@ _PART = re.compile(rf"{_WORD}|^(key|token|auth)$", re.IGNORECASE)
 """Also matches ``api_key_2``, for values that a log need not show."""
 _FORMS = (
     r"hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}|AIza[\w-]{30,}"
+    r"|AKIA[0-9A-Z]{16}|xox[abpr]-[\w-]{10,}|AIza[\w-]{30,}|nvapi-[\w-]{16,}|gsk_[A-Za-z0-9]{16,}"
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}"
 )
 _PRIVATE_KEY = "-----BEGIN [A-Z ]*PRIVATE KEY-----"
 _VALUE = re.compile(
