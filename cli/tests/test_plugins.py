@@ -121,6 +121,16 @@ def test_show_says_what_it_is(installed, capsys):
     assert entry["declares"]["roles"] == "depends on options that must be set: path"
 
 
+def test_show_separates_the_tables_inside_of_a_declaration(capsys):
+    lines = run(capsys, "show", "ppo", "--kind", "algorithm")[1].splitlines()
+    (slots,) = [line for line in lines if line.startswith("  slots: ")]
+    assert "value_loss=(kind=loss, use=value, defaults=(clip=0.5))" in slots
+    (needs,) = [line for line in lines if line.startswith("  needs: ")]
+    assert needs.startswith("  needs: roles=[(name=policy, ")
+    assert "), (name=critic, " in needs
+    assert "  data: prompts" in run(capsys, "show", "ppo", "--kind", "loss")[1].splitlines()
+
+
 def test_show_names_all_options_that_must_be_set(installed, capsys):
     installed("probe", REWARD.replace("limit: int | None = 3", "limit: int"))
     assert "  roles: depends on options that must be set: path, limit" in run(capsys, "show", "probe")[1].splitlines()

@@ -16,7 +16,7 @@ from rlhf_runtime.config.options import options_of
 DECLARATIONS: dict[str, tuple[str, ...]] = {
     "algorithm": ("data", "slots", "needs"),
     "advantage": ("group_min", "needs_values", "normalise"),
-    "loss": ("outputs", "columns", "reduce", "prepass"),
+    "loss": ("data", "outputs", "columns", "reduce", "prepass"),
     "curriculum": ("min_scores", "repeats", "reads_probabilities"),
     "rollout": ("needs_env",),
     "reward": ("roles", "columns"),
@@ -134,10 +134,12 @@ def as_text(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _one_line(value: Any) -> str:
+def _one_line(value: Any, nested: bool = False) -> str:
+    """Tables inside of a value are in parentheses, lists in brackets."""
     if isinstance(value, dict):
-        return ", ".join(f"{k}={_one_line(v)}" for k, v in value.items()) or "none"
+        text = ", ".join(f"{k}={_one_line(v, nested=True)}" for k, v in value.items())
+        return f"({text})" if nested else text or "none"
     if isinstance(value, list):
-        inner = ["(" + _one_line(v) + ")" if isinstance(v, dict) else _one_line(v) for v in value]
-        return ", ".join(inner) or "none"
+        text = ", ".join(_one_line(v, nested=True) for v in value)
+        return f"[{text}]" if nested else text or "none"
     return str(value)
