@@ -304,6 +304,22 @@ def test_in_a_terminal_two_curves_share_a_picture(whole, offline, capsys, monkey
     assert "\x1b[35m" in text  # magenta
 
 
+def test_control_characters_in_the_files_of_a_run_are_escaped(offline, tmp_path, capsys):
+    run = copied(offline, tmp_path / "run")
+    config = (run / "config.toml").read_text()
+    for name in ("dpo", "model"):  # names of the algorithm and of the model
+        config = config.replace(f'{name}"', f'{name}\\u001b[2J"')
+    (run / "config.toml").write_text(config)
+    manifest = (run / "manifest.json").read_text().replace('"name": "', '"name": "\\u001b]0;x')
+    (run / "manifest.json").write_text(manifest)
+    metrics = (run / "metrics.jsonl").read_text().replace('"policy/loss"', '"policy/\\u001b[2Jloss"')
+    (run / "metrics.jsonl").write_text(metrics)
+    for words in (["runs", tmp_path], ["show", run], ["show", run, offline.path, "--metric", "policy/\x1b[2Jloss"]):
+        text = called(capsys, *words)
+        assert "\x1b" not in text, words
+        assert "\\x1b" in text, words
+
+
 def test_a_wrong_folder_is_an_error(whole, tmp_path, capsys):
     error = called(capsys, "show", whole.path.with_name("whle"), code=2)
     assert f"there is no folder {whole.path.with_name('whle')}. Did you mean '{whole.path}'?" in error

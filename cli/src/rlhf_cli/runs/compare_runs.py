@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.text import Text
+from rlhf_runtime.observe.sample_lines import printable
 from rlhf_runtime.report.run_record import RunRecord
 
 from rlhf_cli.runs.curves import STYLES, draw, number
@@ -92,7 +93,7 @@ def _print_metrics(
         if not any(curve.varies for curve in curves):
             continue
         console.print()
-        title = Text(name, "bold")
+        title = Text(printable(name), "bold")
         if colour:
             for run, style in zip(names, STYLES, strict=True):
                 title.append("  ").append(run, style)

@@ -47,7 +47,7 @@ def print_run(console: Console, record: RunRecord, history: History, metrics: Se
 def _print_title(console: Console, record: RunRecord) -> None:
     name = record.option("run.name") or record.path.resolve().name
     state, _ = record.state
-    console.print(Text.assemble((f"{name}: ", "bold"), (state, STATE_STYLES[state])))
+    console.print(Text.assemble((f"{printable(name)}: ", "bold"), (state, STATE_STYLES[state])))
     facts = {
         "folder": str(record.path),
         "algorithm": record.algorithm,
