@@ -13,12 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rlhf.errors import WorkerError
 from rlhf.interfaces import Rollout
 from rlhf.types import GenerationRequest, Group, Row, Sampling, Turn
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
 from rlhf_runtime.samples import continuous_stream
 from rlhf_runtime.samples.continuous_stream import AT_ONCE, ContinuousCurriculum, ContinuousStream
+from rlhf_runtime.samples.requests import SingleRequests
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.samples.sample_context import SampleParts
@@ -384,3 +386,25 @@ def test_samples_go_on_while_many_groups_are_started(stream: Callable[..., Conti
     assert answered[AT_ONCE - 1] == 0
     assert answered[-1] > 0
     assert [group.row.index for group in source.take(0).groups] == list(range(many))
+
+
+def test_a_failed_request_cancels_the_other_requests_of_its_sample() -> None:
+    open_requests = set()
+
+    class Pool:
+        name = "engines"
+
+        async def answer(self, request: int) -> Turn:
+            open_requests.add(request)
+            try:
+                await asyncio.sleep(0 if request == 1 else 3600)
+                raise WorkerError("request 1 failed")
+            finally:
+                open_requests.remove(request)
+
+    async def sample() -> None:
+        with pytest.raises(WorkerError, match="request 1 failed"):
+            await SingleRequests(Pool()).generate((0, 0), [0, 1, 2])  # type: ignore[arg-type,list-item]
+        assert open_requests == set()
+
+    asyncio.run(sample())

@@ -200,8 +200,14 @@ class SingleRequests:
             self._quiet.set()
 
     async def generate(self, order: tuple[int, ...], requests: Sequence[GenerationRequest]) -> list[Turn]:
-        """The sampled turns of one sample."""
-        return await asyncio.gather(*(self._answer(request) for request in requests))
+        """The sampled turns of one sample. If a request fails, the others are cancelled, because nobody reads them."""
+        tasks = [asyncio.ensure_future(self._answer(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, request: GenerationRequest) -> Turn:
         try:
