@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rlhf.interfaces import ReadRole, ScoreWithRole, Tokens
 from rlhf.plugins import Plugins
 from rlhf.types import Group
+from rlhf_runtime.config.flag_values import read
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 
 
@@ -27,14 +28,14 @@ def score_groups(
 
     Args:
         ref: a reference, as in a run file: a plugin's name or ``file:reward.py``.
-        options: the reward's own options.
+        options: the reward's own options, as in a run file.
         deadline: maximum seconds for one group; a plain ``def`` reward is killed afterwards.
         score_with_role, read_role, tokens: replace the run's models and tokenizer, for rewards that declare a role.
         credit: the option ``credit`` of the reward's section.
         plugins: the plugins in which ``ref`` is looked up; None: the installed ones.
     """
     resolved = (plugins or Plugins.discover()).resolve("reward", ref)
-    config = resolved.cls.Config.model_validate({**resolved.options, **(options or {})})
+    config = resolved.cls.Config.model_validate(read(resolved.cls.Config, {**resolved.options, **(options or {})}))
     active = ActiveReward(resolved.name, resolved, resolved.cls(config), config, deadline=deadline, credit=credit)
     score([active], *groups, score_with_role=score_with_role, read_role=read_role, tokens=tokens, workers=1)
 

@@ -182,12 +182,14 @@ def test_every_problem_is_named_with_plugin_path_origin_and_alternative(plugins)
         "inner": {"wight": 1},
         "flag": "true",
         "many": [{"x": 1}],
+        "pair": [1.0, "2"],
     }
     message = refused(lambda: configure(plugins, values, origins))
     assert message.startswith(f"{plugins.resolve('reward', 'scorer')} cannot be configured like this:")
     assert "reward.0.numbr (run.toml, line 7): unknown key. Did you mean 'number'? Allowed here: choice," in message
     assert "reward.0.text: should be a valid string, got integer 5" in message
     assert "reward.0.count: should be greater than 0, got integer 0" in message
+    assert "reward.0.pair.1: should be a valid number, got string '2'" in message
     assert "reward.0.choice: should be 'a' or 'b', got string 'c'" in message
     assert "reward.0.inner.wight: unknown key. Did you mean 'weight'? Allowed here: names, weight." in message
     assert "reward.0.flag: should be a valid boolean, got string 'true'. Write true or false" in message

@@ -269,11 +269,6 @@ class PolicyGradientConfig(ComponentConfig):
         kl = {"coef": 0.01, **kl_options} if isinstance(kl_options, dict) else kl_options
         return {"reward_clip": (-10.0, 10.0), **data, "kl": kl}
 
-    @field_validator("reward_clip", mode="before")
-    @classmethod
-    def _pair(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
-
     @field_validator("reward_clip")
     @classmethod
     def _ordered(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from rlhf.interfaces.component import ComponentConfig
 
 Kernels = Literal["auto", "own", "liger", "none"]
 HeadFp32 = bool | Literal["auto", "sums"]
-
-
-def _pair(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 class LoraOptions(ComponentConfig):
@@ -44,7 +40,7 @@ class TrainingConfig(ComponentConfig):
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate of AdamW. The default suits training all weights of a model. Adapters (``lora``) and new
     scalar heads usually need ten to a hundred times as much."""
-    betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon, added to the root of the second moment."""

@@ -54,13 +54,13 @@ def test_openrlhfs_nll_is_by_answer_and_trls_sft_by_token():
     """Chosen answers of 2 and 1 tokens with NLL 1 + 2 and 3."""
     plain = measured()[0]
     assert measured(nll_coef=0.5)[0] - plain == pytest.approx(0.5 * (1.5 + 3) / 2)
-    with_sft = measured(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5])[0]
+    with_sft = measured(loss_type=("sigmoid", "sft"), loss_weights=(1.0, 0.5))[0]
     assert with_sft - plain == pytest.approx(0.5 * (1 + 2 + 3) / 3)
 
 
 def test_weights_of_several_types():
     single_losses = {name: measured(loss_type=name)[0] for name in ("hinge", "nca_pair")}
-    total, metrics = measured(loss_type=["hinge", "nca_pair"], loss_weights=[0.25, 2.0])
+    total, metrics = measured(loss_type=("hinge", "nca_pair"), loss_weights=(0.25, 2.0))
     assert total == pytest.approx(0.25 * single_losses["hinge"] + 2 * single_losses["nca_pair"])
     assert metrics["loss/hinge"] == pytest.approx(0.25 * single_losses["hinge"])
 

@@ -38,7 +38,7 @@ def test_partners_have_the_same_rank():
 
 def test_columns_by_hand():
     # log-ratios of the policy 4, 1, -3, 2 have ranks 3, 1, 0, 2; those of the reference sort as -0.5, -0.5, 0, 3.5
-    prepared = DPOLoss(DPOLoss.Config(loss_type=["aot", "aot_unpaired"])).prepare(batch())
+    prepared = DPOLoss(DPOLoss.Config(loss_type=("aot", "aot_unpaired"))).prepare(batch())
     assert prepared.unit[ranks.REFERENCE_PARTNER].tolist() == [3.5, -0.5, -0.5, 0.0]
     # chosen log-ratios 1, -1, -0.5, 1 (ranks 2, 0, 1, 3); rejected -3, 1.5, 2, -1.5 (ranks 0, 2, 3, 1)
     assert prepared.unit[ranks.REJECTED_PARTNER].tolist() == [1.5, -3.0, -1.5, 2.0]
@@ -46,8 +46,8 @@ def test_columns_by_hand():
 
 
 def test_pairs_without_tokens_have_no_rank():
-    plain = DPOLoss(DPOLoss.Config(loss_type=["aot", "aot_unpaired"])).prepare(batch(3))
-    longer = DPOLoss(DPOLoss.Config(loss_type=["aot", "aot_unpaired"])).prepare(batch(3, extra=2))
+    plain = DPOLoss(DPOLoss.Config(loss_type=("aot", "aot_unpaired"))).prepare(batch(3))
+    longer = DPOLoss(DPOLoss.Config(loss_type=("aot", "aot_unpaired"))).prepare(batch(3, extra=2))
     for name in (ranks.REFERENCE_PARTNER, ranks.REJECTED_PARTNER, ranks.CHOSEN_PARTNER):
         assert longer.unit[name].tolist() == [*plain.unit[name].tolist(), 0.0, 0.0]
 

@@ -193,7 +193,7 @@ def test_a_token_that_ends_a_step_and_begins_another_is_one_place(model) -> None
 def test_label_tokens_of_a_language_model(model) -> None:
     settings = {"architectures": ["Qwen3ForCausalLM"], "right_token_id": 7, "wrong_token_id": 9}
     assert score(group("a;"), model=model(**settings)).head.constants == {"outputs": (7, 9)}
-    result = score(group("a;"), model=model(**settings), label_tokens=["+", "-"])
+    result = score(group("a;"), model=model(**settings), label_tokens=("+", "-"))
     assert result.head.constants == {"outputs": (43, 45)}
     assert score(group("a;"), model=model()).head.constants == {"outputs": (1, 0)}
 

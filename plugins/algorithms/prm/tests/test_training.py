@@ -176,7 +176,3 @@ def test_label_tokens_must_be_single_and_different() -> None:
 def test_missing_unread_and_single_label_tokens_are_refused(config: dict, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ProcessRewardModel.Config(**config)
-
-
-def test_a_toml_list_is_accepted_as_a_pair() -> None:
-    assert ProcessRewardModel.Config(head="lm", label_tokens=["+", "-"]).label_tokens == ("+", "-")

@@ -109,10 +109,6 @@ def test_wrong_options_are_refused(options, message):
         TorchTrainerConfig(**options)
 
 
-def test_betas_may_be_a_toml_array():
-    assert TorchTrainerConfig(betas=[0.8, 0.9]).betas == (0.8, 0.9)
-
-
 def test_precision_asks_the_processor_and_measures(tmp_path, monkeypatch):
     info = tmp_path / "cpuinfo"
     info.write_text("model name : x\nflags : sse avx512f avx512_bf16 amx_tile\n")

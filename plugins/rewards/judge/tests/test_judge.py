@@ -49,7 +49,7 @@ def score(judge: JudgeReward, *answers: str, **columns) -> list[RewardResult]:
 
 def test_scores_of_criteria_are_weighted_and_scaled(server) -> None:
     criteria = {"right": "Is it right?", "short": "Is it short?"}
-    judge = make_judge(server, criteria=criteria, weights={"right": 3}, scale=[0, 4])
+    judge = make_judge(server, criteria=criteria, weights={"right": 3}, scale=(0, 4))
     server.reply = lambda _: '{"reason": "so", "scores": {"short": 0, "right": 4}}'
     [result] = score(judge, "because")
     assert result.value == 0.75

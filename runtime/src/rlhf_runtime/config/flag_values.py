@@ -88,7 +88,7 @@ def read(annotation: Any, value: Any) -> Any:
     """``value`` (from TOML or flags) in the form that strict validation of ``annotation`` accepts.
 
     Lists become tuples, and text becomes paths or enumerations, only for types that JSON cannot express. A value of a
-    wrong type is returned unchanged, so that validation reports it.
+    wrong type is otherwise returned unchanged, so that validation reports it.
     """
     model = model_of(annotation)
     if model is not None and isinstance(value, Mapping):
@@ -113,9 +113,14 @@ def read(annotation: Any, value: Any) -> Any:
             converted = _strictly(annotation, candidate)
             if converted is not _MISSING:
                 return converted
-        return str(value) if parsed is _MISSING else parsed
-    converted = _strictly(annotation, value)
-    return value if converted is _MISSING else converted
+        value = str(value) if parsed is _MISSING else parsed
+    else:
+        converted = _strictly(annotation, value)
+        if converted is not _MISSING:
+            return converted
+    if isinstance(value, list) and any(typing.get_origin(member) is tuple for member in _members(annotation)):
+        return tuple(value)
+    return value
 
 
 def _read_field(field: FieldInfo, value: Any) -> Any:

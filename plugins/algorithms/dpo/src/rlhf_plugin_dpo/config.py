@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from rlhf.interfaces import ComponentConfig
 
 from rlhf_plugin_dpo.objectives import Divergence
@@ -68,11 +68,6 @@ class DPOConfig(ComponentConfig):
     nll_coef: float = Field(default=0.0, ge=0)
     """Coefficient of an additional term: the mean over pairs of the chosen answer's mean NLL per token (OpenRLHF's
     ``nll_loss_coef``). The type ``sft`` is TRL's form: the mean over all chosen tokens."""
-
-    @field_validator("loss_type", "loss_weights", mode="before")
-    @classmethod
-    def _tuples(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
 
     @property
     def types(self) -> dict[LossType, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Slot, Tokens
 from rlhf.types import Needs, RoleSpec, RunOptions, Update
@@ -25,11 +25,6 @@ class ProcessRewardModelConfig(ComponentConfig):
     """``classes``: two outputs of a classification head. ``lm``: the logits of two label tokens of a language model."""
     label_tokens: tuple[str, str] | None = Field(default=None)
     """With ``head = "lm"``: the texts for right and for wrong, e.g. ["+", "-"]; each must be one token."""
-
-    @field_validator("label_tokens", mode="before")
-    @classmethod
-    def _pair(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

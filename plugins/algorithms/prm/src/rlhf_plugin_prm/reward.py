@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 from rlhf.errors import ConfigError, ModelError, RewardError
 from rlhf.fields import PathText
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
@@ -55,11 +55,6 @@ class ProcessRewardConfig(ComponentConfig):
     open_step: Literal["skip", "close"] = "skip"
     """The text after an answer's last separator. ``skip``: it is not a step. ``close``: it is the last step. The model
     reads the separator after it, and its value is at its last token."""
-
-    @field_validator("label_tokens", mode="before")
-    @classmethod
-    def _pair(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
 
 
 class ProcessReward(Reward):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from rlhf.fields import PathText
 from rlhf.interfaces import ComponentConfig
 
@@ -54,11 +54,6 @@ class JudgeConfig(ComponentConfig):
     """Folder that keeps judgements for later runs. If absent, they are kept in memory."""
     price: tuple[float, float] | None = None
     """Price of a million prompt tokens and of a million completion tokens, in any currency. Reported as ``cost``."""
-
-    @field_validator("scale", "price", mode="before")
-    @classmethod
-    def _tuples(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
 
     @model_validator(mode="after")
     def _check(self) -> JudgeConfig:
