@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -124,6 +124,11 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` or an empty string."""
     matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def short_list(items: Sequence[str], limit: int = 6) -> str:
+    """``a, b, c and 4 more``, for messages."""
+    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
 def brief(value: object) -> str:

@@ -39,8 +39,3 @@ def gib(size: float) -> str:
 def quantity(number: int, noun: str) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def short_list(items: list[str], limit: int = 6) -> str:
-    """``a, b, c and 4 more``."""
-    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")

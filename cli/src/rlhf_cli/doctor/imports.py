@@ -7,12 +7,13 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
+from rlhf.errors import short_list
 from rlhf.interfaces import Finding
 from rlhf.plugins import Plugins
 
 from rlhf_cli.doctor import probes
 from rlhf_cli.doctor.child import ask
-from rlhf_cli.doctor.findings import gib, quantity, short_list
+from rlhf_cli.doctor.findings import gib, quantity
 from rlhf_cli.doctor.versions import VISION
 
 _TRAP = "torchvision::nms"

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf.control_groups import MEMBERSHIP, MEMINFO, ROOT, allowed_cores, cpu_limit, machine_memory, usable_cores
+from rlhf.errors import short_list
 from rlhf.interfaces import Finding
 
-from rlhf_cli.doctor.findings import GIB, gib, short_list
+from rlhf_cli.doctor.findings import GIB, gib
 
 SHM_MINIMUM = 2 * GIB
 """Smallest size in bytes. Ray stores its objects there, such as weights that are sent to the engines."""

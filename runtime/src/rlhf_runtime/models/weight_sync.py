@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rlhf.errors import CapabilityError, PluginInvalid, SyncError, brief
+from rlhf.errors import CapabilityError, PluginInvalid, SyncError, brief, short_list
 from rlhf.interfaces import EnginePool, Generator, Proof, TakesModule, TakesTensors
 from rlhf.interfaces.model import ADAPTERS, PARTS
 from rlhf.ops.heads import resolve_head
@@ -31,8 +31,6 @@ from rlhf_runtime.models.roles import Role
 
 HOLDS_NOTHING = "accept:nothing"
 """Capability of a generator without weights, which needs no sync."""
-_MAX_NAMES = 8
-"""Largest number of names in a message."""
 CANARY_TOKENS = 48
 """Number of tokens of a canary, a random sequence whose log-probs are compared."""
 FP32_TOLERANCE = 1e-4
@@ -217,7 +215,7 @@ class WeightSync:
             unknown = [name for name in proof.received if name not in marks]
             for names, verb in ((missing, "did not receive"), (other, "received other values of"), (unknown, "got")):
                 if names:
-                    problems.append(f"{proof.receiver} {verb} {_listing(names)}")
+                    problems.append(f"{proof.receiver} {verb} {short_list(names, 8)}")
         if reference.outputs is None:
             return problems, 0.0
         images = [c.images for c in reference.canaries]
@@ -246,7 +244,7 @@ class WeightSync:
             stale += generator.stale(bucket)
         if not stale:
             return "No single tensor could be shown to be stale: look for differences in arithmetic (dtype, attention)."
-        return f"Stale in the generator: {_listing(stale)}."
+        return f"Stale in the generator: {short_list(stale, 8)}."
 
 
 def proofs_of(generator: TakesTensors) -> list[Proof]:
@@ -271,11 +269,6 @@ def check_answers(generator: TakesTensors, answers: Any, canaries: Sequence[Cana
             f"logprobs() of generator {name!r} returned {brief(answers)} for {len(sizes)} sequences; allowed: "
             "[engine][sequence][token - 1], one number for each token of a sequence except the first"
         )
-
-
-def _listing(names: Sequence[str]) -> str:
-    suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + suffix
 
 
 @dataclass(frozen=True, slots=True)

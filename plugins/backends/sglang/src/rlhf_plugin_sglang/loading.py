@@ -10,12 +10,10 @@ from bisect import bisect_right
 from typing import Any
 
 import torch
-from rlhf.errors import SyncError
+from rlhf.errors import SyncError, short_list
 from rlhf.weights.bucket import Bucket
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-_MAX_NAMES = 8
 
 
 class CopiedTensors(TorchDispatchMode):
@@ -71,13 +69,13 @@ class ModelLoad:
                 self.model.load_weights(iter(bucket.tensors))
         except Exception as error:
             raise SyncError(
-                f"SGLang cannot load one of the received tensors {_join(names)} ({type(error).__name__}: {error}). "
-                "The generator's model is not the policy's."
+                f"SGLang cannot load one of the received tensors {short_list(names, 8)} ({type(error).__name__}: "
+                f"{error}). The generator's model is not the policy's."
             ) from error
         if ignored := [name for name in names if name not in copied.names]:
             raise SyncError(
-                f"SGLang's {type(self.model).__name__} does not take the tensors {_join(ignored)}. The generator's "
-                "model is not the policy's."
+                f"SGLang's {type(self.model).__name__} does not take the tensors {short_list(ignored, 8)}. The "
+                "generator's model is not the policy's."
             )
         self.received |= bucket.received()
         self.nbytes += bucket.nbytes
@@ -98,7 +96,3 @@ def differing(model: Any, bucket: Bucket) -> list[str]:
     with CopiedTensors(bucket, write=False) as copied:
         model.load_weights(iter(bucket.tensors))
     return sorted(copied.differing)
-
-
-def _join(names: list[str]) -> str:
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlhf.errors import ModelError, SyncError, WorkerError
+from rlhf.errors import ModelError, SyncError, WorkerError, short_list
 from rlhf.interfaces import AnswersRequests, Generator, GeneratorSpec, Sleeps
 from rlhf.interfaces.generator import Proof
 from rlhf.weights.bucket import Bucket
@@ -20,7 +20,6 @@ from rlhf_plugin_vllm.engine.engine import Engine
 from rlhf_plugin_vllm.requests import VllmRequest
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"
-_MAX_NAMES = 8
 
 
 class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
@@ -100,8 +99,8 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         for worker, result in results.items():
             if result.missing:
                 raise SyncError(
-                    f"{worker} did not receive all weights of version {version}: {_join(result.missing)} did not "
-                    "arrive. Nothing is sampled until a load is complete."
+                    f"{worker} did not receive all weights of version {version}: {short_list(result.missing, 8)} did "
+                    "not arrive. Nothing is sampled until a load is complete."
                 )
         self.version, self._not_ready, self._given_up = version, "", False
         self.has_base = True
@@ -181,7 +180,3 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
                 if self._frees_memory:
                     self.engine.wake([tag])
                 self._asleep.discard(tag)
-
-
-def _join(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")

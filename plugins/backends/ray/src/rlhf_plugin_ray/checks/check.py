@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from rlhf.errors import short_list
 from rlhf.interfaces import Check, Examination, Finding, ProbeAnswer
 
 from rlhf_plugin_ray.checks import probes
@@ -124,8 +125,8 @@ def _compare(nodes: dict[str, Any], answers: dict[str, Any], local_facts: dict[s
             for package, version in sorted(local_facts["versions"].items())
             if answer["versions"].get(package) != version
         ]
-        different += [f"{name}: {_join(lines)}"] if lines else []
-        missing += [f"{name}: {_join(answer['missing'])}"] if answer["missing"] else []
+        different += [f"{name}: {short_list(lines)}"] if lines else []
+        missing += [f"{name}: {short_list(answer['missing'])}"] if answer["missing"] else []
         small += [f"{name}: {answer['shm'] / GIB:.1f} GiB"] if answer["shm"] < SHM_MINIMUM else []
     checks = []
     if different:
@@ -148,7 +149,3 @@ def _compare(nodes: dict[str, Any], answers: dict[str, Any], local_facts: dict[s
 
 def _plural(nodes: int) -> str:
     return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"
-
-
-def _join(items: list[str], limit: int = 6) -> str:
-    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")

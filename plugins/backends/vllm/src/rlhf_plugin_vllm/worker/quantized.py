@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rlhf.errors import SyncError
+from rlhf.errors import SyncError, short_list
 from rlhf.weights.bucket import Bucket
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
@@ -60,7 +60,7 @@ class QuantisedLayers:
             if not difference <= ROUNDING * product_N.abs().max():
                 mismatches.append(name)
         if mismatches:
-            names = ", ".join(mismatches[:8]) + (f" and {len(mismatches) - 8} more" if len(mismatches) > 8 else "")
+            names = short_list(mismatches, 8)
             raise SyncError(f"quantised layers compute with weights that differ from those that arrived: {names}.")
 
 

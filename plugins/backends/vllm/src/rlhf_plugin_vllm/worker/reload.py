@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from rlhf.errors import SyncError
+from rlhf.errors import SyncError, short_list
 from rlhf.weights.bucket import Bucket
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -24,8 +24,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from rlhf_plugin_vllm.worker.quantized import QuantisedLayers
 from rlhf_plugin_vllm.worker.tensor_names import TensorNames
-
-_MAX_NAMES = 8
 
 
 class Reload:
@@ -61,8 +59,8 @@ class Reload:
             except Exception as error:
                 names = [name for name, _ in bucket.tensors]
                 raise SyncError(
-                    f"vLLM cannot load one of the received tensors {_join(names)} ({type(error).__name__}: {error}). "
-                    "The generator's model is not the policy's."
+                    f"vLLM cannot load one of the received tensors {short_list(names, 8)} ({type(error).__name__}: "
+                    f"{error}). The generator's model is not the policy's."
                 ) from error
             self.received |= marks.result()
         self.loaded_names |= set(loaded_names or ())
@@ -148,7 +146,3 @@ def repack_tied(layers: list[nn.Module]) -> None:
         method = getattr(layer, "quant_method", None)
         if method is not None:
             method.process_weights_after_loading(layer)
-
-
-def _join(names: list[str]) -> str:
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
