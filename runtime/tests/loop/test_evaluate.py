@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rlhf.errors import RolloutError
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Annotation, Group, Needs, Row, Sampling, Snapshot, Trajectory, Turn, Update
 from rlhf.types.examples import Example, Sequence
 from rlhf_runtime.config.sections import EvalSection
 from rlhf_runtime.loop.evaluate import evaluate_loss, evaluate_rollouts
+from rlhf_runtime.samples.failures import Failures
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 
 from tests.support.losses import NllLoss
@@ -47,6 +49,29 @@ def test_rows_are_answered_in_batches_under_their_own_numbers():
     assert metrics["eval/reward"] == (0 + 1 + 2 + 3 + 4 + 5 * 1) / 10
     assert metrics["eval/avg@2"] == 3 / 10, "rewards of at least 2"
     assert all(name.startswith("eval/") for name in metrics)
+
+
+class Failing(Answered):
+    """Every sample fails and is counted."""
+
+    def run(self, rows, first_number, settings, count):
+        groups = super().run(rows, first_number, settings, count)
+        samples = [sample for group in groups for sample in group.trajectories]
+        settings.failures.expect(len(samples))
+        for sample in samples:
+            sample.status = "failed"
+            settings.failures.add(sample)
+        return groups
+
+
+def test_the_share_of_failed_samples_is_that_of_this_evaluation():
+    failures = Failures(0.5, lambda note: None)
+    failures.expect(20)
+    for row in range(20):
+        failures.add(Trajectory(Row({}, "held_out", row), [], (row, 0), reward=0.0))
+    settings = RolloutSettings(Sampling(), 2, "eval", 0, 10, 1.0, failures=failures)
+    with pytest.raises(RolloutError, match="3 of the latest 4 samples failed"):
+        evaluate_rollouts(Failing(), ROWS, settings, EvalSection(samples=2), 2)
 
 
 class Measured:
