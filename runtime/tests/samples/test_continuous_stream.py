@@ -281,6 +281,14 @@ def test_groups_are_numbered_on_after_a_resume(resumed) -> None:
     assert batches == [[(2, 2), (3, 3)], [(4, 4), (5, 5)], [(6, 6), (7, 7)]]
 
 
+def test_a_resumed_stream_has_the_counts_of_the_checkpoint(stream) -> None:
+    state, _ = stream(Engine(100)).snapshot()
+    state |= {"next_number": 9, "taken": 2, "finished": 8, "rejected": 5, "counts": state["counts"] | {"filtered": 5.0}}
+    second = stream(Engine(500))
+    second.restore(json.loads(json.dumps(state)), [])
+    assert second.snapshot() == (state, [])
+
+
 def test_a_group_that_is_too_old_is_not_in_a_short_batch(stream) -> None:
     """A rejected group is not replaced, because the run has no filter. The other group is too old."""
 
