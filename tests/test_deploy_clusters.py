@@ -30,7 +30,7 @@ PODS = [group["template"]["spec"] for group in (CLUSTER["headGroupSpec"], *CLUST
 
 FIELDS = """
 apiVersion:str kind:str metadata.name:str
-spec.entrypoint:str spec.shutdownAfterJobFinishes:bool spec.backoffLimit:int
+spec.entrypoint:str spec.shutdownAfterJobFinishes:bool spec.backoffLimit:int spec.runtimeEnvYAML:str
 CLUSTER.rayVersion:str CLUSTER.authOptions.mode:str CLUSTER.headGroupSpec.rayStartParams.num-cpus:str
 GROUP.groupName:str GROUP.replicas:int GROUP.minReplicas:int GROUP.maxReplicas:int
 POD.terminationGracePeriodSeconds:int POD.securityContext.fsGroup:int POD.securityContext.fsGroupChangePolicy:str
@@ -118,6 +118,14 @@ def test_the_manifest_names_what_there_is():
         assert pod["securityContext"]["fsGroup"] == int(user)
         assert not any(re.search("KEY|TOKEN|SECRET", variable["name"]) for variable in container["env"])
     assert CLAIM["metadata"]["name"] in [v.get("persistentVolumeClaim", {}).get("claimName") for v in pod["volumes"]]
+
+
+def test_ray_keeps_the_exit_code_of_the_job():
+    """With the variable of the nodes Ray loses it, and a failed run gets no further attempt."""
+    variable = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
+    nodes = {v["value"] for pod in PODS for c in pod["containers"] for v in c["env"] if v["name"] == variable}
+    job = yaml.safe_load(RAYJOB["spec"]["runtimeEnvYAML"])["env_vars"]
+    assert (nodes, job[variable]) == ({"true"}, "false")
 
 
 # ---------------------------------------------------------------------------------------------- scripts

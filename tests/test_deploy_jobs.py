@@ -22,6 +22,7 @@ SUBMIT = DEPLOY / "ray" / "submit.sh"
 RUNTIME_ENV = DEPLOY / "ray" / "runtime-env.yaml"
 SCRIPTS = sorted([*DEPLOY.rglob("*.sh"), *DEPLOY.rglob("*.sbatch")])
 BIN = Path(sys.executable).parent
+SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
@@ -83,6 +84,7 @@ echo "called: $*"
 echo "address: $RAY_ADDRESS"
 echo "here: $(ls | tr '\\n' ' ')"
 trap 'sleep 5; echo saved >{saved}; exit 0' TERM
+[ "${{@: -1}}" != failing.toml ] || exit 3
 [ "${{@: -1}}" != endless.toml ] || while true; do sleep 0.1; done
 """
 
@@ -112,6 +114,7 @@ def job_server(tmp_path):
             env={
                 **os.environ,
                 **environment,
+                SUBREAPER: "true",  # as on the nodes of the page on clusters
                 "PATH": os.pathsep.join([f"{tmp_path}/tools", f"{BIN}", os.environ["PATH"]]),
             },
             stdout=log,
@@ -157,6 +160,9 @@ def test_a_real_job_is_submitted_and_stopped(job_server, tmp_path):
     assert "called: train --backend ray --launcher.address auto --output /shared/one run.toml" in done.stdout
     assert "here: run.toml \n" in done.stdout, "what is excluded stayed behind"
     assert "succeeded" in done.stdout
+    done = submit("failing.toml", path=BIN, cwd=work, **environment)
+    assert done.returncode != 0, "Ray has the exit code of the run"
+    assert "exit code 3" in done.stdout + done.stderr
     done = submit("endless.toml", path=BIN, cwd=work, **environment, RLHF_JOB="endless", RLHF_WAIT="no")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
