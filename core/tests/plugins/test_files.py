@@ -1,3 +1,4 @@
+import ast
 import asyncio
 import os
 import pickle
@@ -108,6 +109,15 @@ def test_the_text_is_read_once_and_recorded(site, write):
     other = site.plugins().resolve("reward", f"file:{path}")
     assert values(other) == [2.0, 2.0]
     assert other.sha256 != first.sha256
+
+
+def test_a_file_is_parsed_once_whatever_the_number_of_its_functions(site, write, monkeypatch):
+    functions = "".join(f"async def f{n}(prompt, completion, row): return {n}\n" for n in range(20))
+    path, plugins, parsed, parse = write("twenty.py", functions), site.plugins(), [], ast.parse
+    monkeypatch.setattr(ast, "parse", lambda *args: parsed.append(args[1]) or parse(*args))
+    for n in range(20):
+        assert values(plugins.resolve("reward", f"file:{path}:f{n}")) == [n, n]
+    assert parsed.count(path) <= 2, "to see what the file defines, and to execute it"
 
 
 def test_a_class_of_a_file_pickles_and_another_process_resolves_the_same(site, write, tmp_path):

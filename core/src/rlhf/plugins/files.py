@@ -13,6 +13,7 @@ import inspect
 import re
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -92,15 +93,18 @@ class SourceFile:
         return module
 
 
+@lru_cache(maxsize=16)
 def looks_native(source: SourceFile, kind: str) -> bool:
     """Whether the file defines a component, decided without executing it: it imports from ``rlhf``, or it has a reward
-    function. Other files are passed to the installed adapters first."""
-    for node in ast.walk(source.tree()):
+    function. Other files are passed to the installed adapters first. A file with hundreds of functions is parsed once,
+    not for each reference to one of them."""
+    tree = source.tree()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(a.name.split(".")[0] == "rlhf" for a in node.names):
             return True
         if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "rlhf":
             return True
-    functions = (n for n in source.tree().body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    functions = (n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
     return kind == "reward" and any(tuple(a.arg for a in f.args.args) == SAMPLE_PARAMETERS for f in functions)
 
 
