@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 from rlhf_plugin_tools.options import ToolsConfig
 from rlhf_plugin_tools.output import Output
 from rlhf_plugin_tools.toolbox import Toolbox
+from rlhf_plugin_tools.workers import first_request
 
 from tests import orphans
 
@@ -259,6 +261,13 @@ def test_a_failure_stops_the_other_calls_of_the_answer(tmp_path) -> None:
             await box.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_file_is_read_and_sent_to_a_worker_once_whatever_the_number_of_its_functions() -> None:
+    sources = FunctionSource.of_all([address(name) for name in ("add", "sleep", "crash")])
+    assert [source.name for source in sources] == ["add", "sleep", "crash"]
+    assert {id(source.file) for source in sources} == {id(sources[0].file)}
+    assert json.dumps(first_request(sources, 1000)).count("def add(") == 1
 
 
 def test_a_worker_that_cannot_start_is_a_failed_sample(tmp_path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, Required
 
@@ -31,18 +31,28 @@ class _WithoutTitles(GenerateJsonSchema):
 class FunctionSource:
     """The file that defines a function, as read, and the function's name."""
 
-    path: str
-    text: str
+    file: SourceFile
     name: str
 
     @classmethod
     def of(cls, reference: str) -> FunctionSource:
         """Read ``file:PATH:NAME``. Raises ConfigError."""
-        match = REFERENCE.fullmatch(reference)
-        if match is None:
-            raise ConfigError(f"rollout.functions: {reference!r} is not a function; write 'file:PATH.py:NAME'")
-        file = SourceFile.read(match["path"])
-        return cls(file.path, file.text, match["name"])
+        return cls.of_all([reference])[0]
+
+    @classmethod
+    def of_all(cls, references: Sequence[str]) -> list[FunctionSource]:
+        """Read each ``file:PATH:NAME``, and each file once. Raises ConfigError."""
+        files: dict[str, SourceFile] = {}
+        sources = []
+        for reference in references:
+            match = REFERENCE.fullmatch(reference)
+            if match is None:
+                raise ConfigError(f"rollout.functions: {reference!r} is not a function; write 'file:PATH.py:NAME'")
+            path = match["path"]
+            if path not in files:
+                files[path] = SourceFile.read(path)
+            sources.append(cls(files[path], match["name"]))
+        return sources
 
 
 class PythonFunction:
@@ -52,8 +62,8 @@ class PythonFunction:
     """
 
     def __init__(self, source: FunctionSource) -> None:
-        label = self.label = f"file:{source.path}:{source.name}"
-        module = SourceFile.of(source.path, source.text).load()
+        label = self.label = f"file:{source.file.path}:{source.name}"
+        module = source.file.load()
         function = getattr(module, source.name, None)
         if not inspect.isfunction(function):
             names = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]

@@ -123,7 +123,7 @@ class ToolsRollout(Rollout):
 
     def _new(self) -> Toolbox:
         if self._functions is None:
-            sources = [FunctionSource.of(reference) for reference in self.config.functions]
+            sources = FunctionSource.of_all(self.config.functions)
             self._functions = {source: PythonFunction(source) for source in sources}
         return Toolbox(self.config, self._functions)
 

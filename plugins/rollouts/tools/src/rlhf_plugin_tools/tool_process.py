@@ -1,9 +1,9 @@
 """The program of a worker process: calls Python functions, one at a time, as ``python -m
 rlhf_plugin_tools.tool_process``. Requests and answers are JSON, one per line.
 
-The first request is ``{"path": sys.path, "sources": [[path, text, name], ...], "longest": N}``, its answer ``{"ready":
-true}`` or ``{"broken": message}``. Every other one is ``{"name", "arguments"}``, its answer ``{"result": text}`` or
-``{"error": text}``.
+The first request is ``{"path": sys.path, "files": {path: text}, "functions": [[path, name], ...], "longest": N}``, its
+answer ``{"ready": true}`` or ``{"broken": message}``. Every other one is ``{"name", "arguments"}``, its answer
+``{"result": text}`` or ``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ def main() -> None:
     sys.path[:] = begin["path"]
     functions: dict[str, Any] = {}
     try:
+        from rlhf.plugins.files import SourceFile
+
         from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 
-        for path, text, name in begin["sources"]:
-            functions[name] = PythonFunction(FunctionSource(path, text, name))
+        files = {path: SourceFile.of(path, text) for path, text in begin["files"].items()}
+        for path, name in begin["functions"]:
+            functions[name] = PythonFunction(FunctionSource(files[path], name))
     except Exception as error:
         _send(answers, {"broken": f"{type(error).__name__}: {error}"})
         return

@@ -23,6 +23,16 @@ START_DEADLINE = 120.0
 LONGEST_LINE = 1 << 26
 
 
+def first_request(sources: Sequence[FunctionSource], longest: int) -> dict[str, Any]:
+    """What a worker needs to start. It holds the text of each file once, however many of its functions are tools."""
+    return {
+        "path": sys.path,
+        "files": {s.file.path: s.file.text for s in sources},
+        "functions": [[s.file.path, s.name] for s in sources],
+        "longest": longest,
+    }
+
+
 class ToolWorker:
     """One process. After a failure it is killed and replaced."""
 
@@ -46,10 +56,9 @@ class ToolWorker:
             raise RolloutError(f"the worker process of rollout.functions cannot start: {error}") from None
         output.started()
         worker = cls(child, *await asyncio.open_connection(sock=parent_socket, limit=LONGEST_LINE), output)
-        source_fields = [[s.path, s.text, s.name] for s in sources]
         try:
             async with asyncio.timeout(START_DEADLINE):
-                answer = await worker.ask({"path": sys.path, "sources": source_fields, "longest": longest}, "its start")
+                answer = await worker.ask(first_request(sources, longest), "its start")
         except TimeoutError:
             await worker.wait_async()
             raise RolloutError(
