@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -44,6 +45,20 @@ def test_the_example_trains_both_models_and_its_format_rate_rises(tmp_path, monk
     start, end = map(float, re.search(r"'#### number': ([\d.]+) -> ([\d.]+)$", last).groups())
     assert start < 0.6, "there is something to learn"
     assert end > start + 0.2
+
+
+def test_only_a_line_feed_ends_a_row(tmp_path, monkeypatch):
+    """JSON and `rlhf eval --save` write U+2028 and U+0085 as they are; a model of bytes samples them."""
+    text = "a\u2028b\u0085c"
+    row = json.dumps({"question": text, "answer": text}, ensure_ascii=False)
+    (tmp_path / prepare.FILES["train"]).write_text(f"{row}\n{row}", encoding="utf-8")
+    assert prepare.read(str(tmp_path), "train") == [{"question": text, "answer": text}] * 2
+    monkeypatch.setattr(run, "RUNS", tmp_path)
+    for value in (0.0, 1.0):
+        rewards = {"math": {"value": value}, "format": {"value": 1.0}}
+        with run.answers("sft").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"prompt": text, "rewards": rewards}, ensure_ascii=False) + "\n")
+    assert run.rates("sft") == {"math": 0.5, "format": 1.0}
 
 
 def test_its_commands_are_processes_of_this_python(capfd):

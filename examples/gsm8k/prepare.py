@@ -36,7 +36,8 @@ def read(data: str, split: str) -> list[dict[str, str]]:
             f"{path} does not exist. Give --data a folder that holds {' and '.join(FILES.values())} (columns question, "
             "answer), or `--data hub` to download openai/gsm8k"
         )
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def cleaned(rows: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -54,7 +54,8 @@ def evaluate(name: str, small: bool, rows: int) -> list[str]:
 
 def rates(name: str) -> dict[str, float]:
     """Share of sampled answers to held-out questions that each reward accepts, by the reward's name."""
-    scored = [json.loads(line)["rewards"] for line in answers(name).read_text().splitlines()]
+    with answers(name).open(encoding="utf-8") as file:
+        scored = [json.loads(line)["rewards"] for line in file]
     return {reward: sum(rewards[reward]["value"] for rewards in scored) / len(scored) for reward in ("math", "format")}
 
 
