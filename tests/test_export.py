@@ -79,6 +79,13 @@ def test_answers_of_eval_and_generate_are_exported_too(shop: Workshop, say: Say)
     counts = json.loads(stdout)
     assert (code, counts["answers"], counts["prompts"], counts["rows"]) == (0, 48, 12, len(rows(out)))
     assert all("= <rm_score>: " in row["prompt"] for row in rows(out))
+    equal = shop.folder / "equal.jsonl"
+    equal.write_text("".join(json.dumps({**row, "reward": 1.0}) + "\n" for row in rows(scored)))
+    cut = sum(row["status"] == "truncated" for row in rows(equal))
+    code, _, err = say("data", "export", equal, "--form", "conditional", "-o", out, "--force")
+    assert (code, cut > 0) == (1, True)
+    assert "cannot be normalised" in err
+    assert f"--truncated includes answers that were cut off. Left out:\n  {cut} answers cut off\n" in err
     code, stdout, _ = say("data", "export", unscored, "--form", "demonstrations", "--truncated", "-o", out, "--force")
     assert code == 0
     code, stdout, err = say("data", "export", unscored, "--form", "best", "--truncated", "-o", out, "--force")

@@ -260,12 +260,17 @@ class DataExportCommand(Command):
         output: Path = args.output
         require_new_file(output, args.force)
         recorded = read_answers(args.sources, truncated=args.truncated)
-        table = getattr(export, args.form)(recorded.groups, **options)
-        left_out = {f"answers {reason}": n for reason, n in recorded.left_out.items()} | table.left_out
+        left_out = {f"answers {reason}": n for reason, n in recorded.left_out.items()}
+        cut = " --truncated includes answers that were cut off." if recorded.left_out.get("cut off") else ""
+        try:
+            table = getattr(export, args.form)(recorded.groups, **options)
+        except DataError as cause:
+            listing = _listing(left_out)
+            raise DataError(f"{cause}{cut}{listing and f' Left out:{listing}'}") from None
+        left_out |= table.left_out
         counts = {"rows": len(table.rows), "prompts": len(recorded.groups), "answers": recorded.answers}
-        listing = "".join(f"\n  {n} {reason}" for reason, n in left_out.items() if n)
+        listing = _listing(left_out)
         if not table.rows:
-            cut = " --truncated includes answers that were cut off." if recorded.left_out.get("cut off") else ""
             raise DataError(
                 f"nothing to write: none of the {recorded.answers} answers gives a row.{cut} Left out:{listing}"
             )
@@ -276,6 +281,11 @@ class DataExportCommand(Command):
             totals = f"of {counts['answers']} answers to {counts['prompts']} prompts"
             sys.stdout.write(f"{output}: {len(table.rows)} rows {totals}{'; left out:' + listing if listing else ''}\n")
         return 0
+
+
+def _listing(left_out: Mapping[str, int]) -> str:
+    """A line for each reason with its number; empty if nothing is left out."""
+    return "".join(f"\n  {n} {reason}" for reason, n in left_out.items() if n)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
