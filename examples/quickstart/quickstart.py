@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import shutil
 import sys
 import time
@@ -70,6 +71,8 @@ def main(flags: list[str]) -> None:
         model = get_model()
     except NotFetchedError as problem:
         print(f"{problem}\nA tiny model of our own is trained instead. It needs no download.")
+        if flags:
+            print(f"Its training does not use {shlex.join(flags)}.")
         tiny.main()
         return
     shutil.rmtree(RUNS, ignore_errors=True)
