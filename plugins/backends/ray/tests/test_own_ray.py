@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -146,3 +148,13 @@ def test_a_missing_cluster_is_refused(driver, way):
     assert "ConfigError: no Ray cluster answers at launcher.address = '127.0.0.1:1': Connection refused." in err
     assert "ray start --head" in err
     assert time.monotonic() - start < 90
+
+
+def test_a_port_of_another_program_is_refused(driver):
+    """Ray would try to connect for minutes."""
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"127.0.0.1:{server.server_port}"
+        _, err = driver("ends", place).process.communicate(timeout=90)
+        server.shutdown()
+    assert f"launcher.address = '{place}': another program than Ray's control process (GCS, port 6379" in err

@@ -15,7 +15,7 @@ from ray._private import worker as ray_worker
 from rlhf.errors import ConfigError, WorkerError
 from rlhf_workers.placement import ClusterNode
 
-from rlhf_plugin_ray.cluster.control_process import ControlProcessMonitor, kill_own_ray, why_unreachable
+from rlhf_plugin_ray.cluster.control_process import ControlProcessMonitor, kill_own_ray, why_no_gcs, why_unreachable
 from rlhf_plugin_ray.config import TOKEN, RayConfig
 
 _ENVIRONMENT = {
@@ -59,7 +59,7 @@ class Cluster:
             options |= {"include_dashboard": False, "num_cpus": config.cpus}
             if config.object_store_gib is not None:
                 options["object_store_memory"] = int(config.object_store_gib * 2**30)
-        if problem := why_unreachable(address):
+        if problem := why_unreachable(address) or why_no_gcs(address):
             raise ConfigError(f"no Ray cluster answers at launcher.address = {address!r}: {problem}. {_START}")
         main = threading.current_thread() is threading.main_thread()
         self._sigterm = signal.getsignal(signal.SIGTERM) if main else None

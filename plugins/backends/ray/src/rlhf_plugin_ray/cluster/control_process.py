@@ -18,6 +18,8 @@ _OWN_SECONDS = 3.0
 _CLUSTER_SECONDS = 30.0
 """Seconds without an answer of a cluster's GCS, which may be restarted. After 60 seconds Ray itself ends this
 process."""
+_FRAME = b"\0\0\0\4\0\0\0\0\0"
+"""An empty SETTINGS frame of HTTP/2 (RFC 9113, section 3.4). Each side of a connection begins with one."""
 _END_SECONDS = 20.0
 """Time for the run to end by itself with the error. After it this process is ended, as Ray would do."""
 
@@ -87,3 +89,19 @@ def why_unreachable(address: str) -> str:
     except (OSError, OverflowError, ValueError) as cause:
         return getattr(cause, "strerror", None) or str(cause)
     return ""
+
+
+def why_no_gcs(address: str) -> str:
+    """Why the program that listens at HOST:PORT is no GCS, which speaks HTTP/2; empty if it may be one. Ray itself
+    would try for minutes. With TLS nothing is checked."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or os.environ.get("RAY_USE_TLS", "0") != "0":
+        return ""
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _FRAME)
+            answer = connection.recv(len(_FRAME))
+    except OSError:
+        answer = b""
+    is_settings = answer[3:4] == _FRAME[3:4]
+    return "" if is_settings else "another program than Ray's control process (GCS, port 6379 by default) listens there"
