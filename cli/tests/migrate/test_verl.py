@@ -105,7 +105,7 @@ def test_defaults_that_differ_are_written():
         ),
         (
             f"{A}.actor.policy_loss.loss_mode=kl_cov {A}.actor.policy_loss.kl_cov_ratio=0.02 "
-            f"{A}.actor.loss_agg_mode=seq-mean-token-mean",
+            f"{A}.actor.loss_agg_mode=seq-mean-token-mean critic.loss_agg_mode=token-mean",
             "loss",
             {
                 "use": "covariance",
@@ -116,7 +116,8 @@ def test_defaults_that_differ_are_written():
             },
         ),
         (
-            f"{A}.actor.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=100",
+            f"algorithm.adv_estimator=grpo {A}.actor.loss_agg_mode=seq-mean-token-sum-norm "
+            "data.max_response_length=100",
             "loss",
             {"dual_clip": 3.0, "aggregation": "seq_sum_constant", "max_length": 100},
         ),
@@ -289,6 +290,7 @@ def test_keys_of_the_newest_version_and_of_groups():
         ("algorithm.rollout_correction.rollout_rs=token", "rollout_rs"),
         ("critic.ppo_epochs=2", "ppo_epochs"),
         ("critic.loss_agg_mode=seq-mean-token-sum", "the critic's loss is a mean over tokens"),
+        (f"algorithm.adv_estimator=gae {A}.actor.loss_agg_mode=seq-mean-token-sum", "critic takes the same mode"),
         (f"{A}.actor.optim.num_cycles=1", "the schedule cosine has half a cycle"),
         (f"+{A}.ref.model.path=R", "verl reads it until 0.7 only"),
         ("distillation.enabled=True", "distill"),

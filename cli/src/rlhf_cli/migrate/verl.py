@@ -164,6 +164,13 @@ def _algorithm(draft: Draft) -> int:
     if estimator in ("gae", "reinforce_plus_plus"):
         draft.copy("algorithm.advantage.gamma", "algorithm.gamma")
     if estimator == "gae":
+        aggregation = s[f"{ACTOR}.loss_agg_mode"]
+        if aggregation != "token-mean" and "critic.loss_agg_mode" not in s.user_values:
+            reason = (
+                "verl's critic takes the same mode, but here its loss is a mean over tokens. Add "
+                "critic.loss_agg_mode=token-mean to accept this"
+            )
+            raise s.refused(f"{ACTOR}.loss_agg_mode", reason)
         steps = max(s["trainer.critic_warmup"] - 1, 0)
         draft.set("algorithm.critic_warmup", steps, "trainer.critic_warmup", note="N freezes N - 1 steps")
         model = s["critic.model.path"] or s["actor_rollout_ref.model.path"]
