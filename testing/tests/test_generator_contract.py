@@ -13,6 +13,7 @@ from rlhf.errors import SyncError
 from rlhf.interfaces import AnswersRequests, Generator, ModelSpec, Proof, TakesModule
 from rlhf.types import RoleSpec, Turn
 from rlhf.weights.bucket import Bucket
+from rlhf_modeling.attention import packed
 from rlhf_testing import generator
 from rlhf_testing.contract import Nonconformance
 from rlhf_testing.generator import GeneratorContract
@@ -78,6 +79,10 @@ class PlainGenerator(TakesModule, PlainSampling):
     def load(self, source, version):
         self.source, self.version = source, version
         return Proof(version)
+
+    def logits(self, request, ids):
+        with packed([len(request.ids) + len(ids)]):  # for modules that pack several sequences into a row
+            return super().logits(request, ids)
 
 
 class PlainLinked(ReceivesOverLinks, PlainSampling):
@@ -255,6 +260,13 @@ class Duplicates(PlainGenerator):
         yield from super().generate(requests)
 
 
+class CannotPack(PlainGenerator):
+    """Gives the module no lengths of sequences."""
+
+    def logits(self, request, ids):
+        return PlainSampling.logits(self, request, ids)
+
+
 class NotGreedy(PlainGenerator):
     """Samples at temperature 0."""
 
@@ -380,6 +392,7 @@ def suite(cls):
         (SwitchesMode, "test_source_untouched", "train / eval modes"),
         (CopiesOnce, "test_new_weights", "after new weights"),
         (Duplicates, "test_turns", "must be answered once"),
+        (CannotPack, "test_packed_attention", r"call it inside rlhf_modeling.attention.packed\(lens\)"),
         (NotGreedy, "test_greedy", "not the most likely"),
         (IgnoresTopK, "test_truncated_sampling", "which it excludes"),
         (AnswersDropped, "test_advance", "expected each of .* once"),

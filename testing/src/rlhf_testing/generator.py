@@ -27,8 +27,8 @@ from rlhf.interfaces.model import PARTS, LowRankAdapters, ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
 from torch import Tensor
 
-from rlhf_testing.compare import same_bits
 from rlhf_testing.contract import Contract, expect
+from rlhf_testing.generator_module import ModuleChecks
 from rlhf_testing.models import model_path
 from rlhf_testing.plain import PlainAdapterTrainer, PlainTrainer
 
@@ -222,7 +222,7 @@ class Sampled:
         return torch.log_softmax(rows / temperature, 1)
 
 
-class GeneratorContract(SamplingChecks, Contract):
+class GeneratorContract(ModuleChecks, SamplingChecks, Contract):
     """Checks log-probs against the reference, seeds, batching, stops and budgets, and that the trainer is not
     changed."""
 
@@ -435,33 +435,6 @@ class GeneratorContract(SamplingChecks, Contract):
             stale = [name for header in trainer.send_buckets("live", BUCKET_BYTES) for name in generator.stale(header)]
             expect(not stale, f"{label} stale() names {stale}, but the generator samples from these weights")
             trainer.close()
-
-    def test_source_untouched(self) -> None:
-        """Generating does not change the trainer's weights, modes and gradients or the global random state."""
-        for config in self.grid():
-            label, s = self.label(config), self.make(config)
-            module = s.source.module
-            module.train()
-            for p in module.parameters():
-                p.grad = torch.ones_like(p)
-            weights = {k: v.clone() for k, v in module.state_dict().items()}
-            modes = [m.training for m in module.modules()]
-            needs = [p.requires_grad for p in module.parameters()]
-            hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
-            attention = module.config._attn_implementation
-            state = torch.get_rng_state()
-            s.turns(self.requests(Sampling(6)), label)
-            for name, values in module.state_dict().items():
-                expect(same_bits(values, weights[name]), f"{label} generating changed the weight {name!r}")
-            expect(modes == [m.training for m in module.modules()], f"{label} generating changed train / eval modes")
-            expect(needs == [p.requires_grad for p in module.parameters()], f"{label} generating changed requires_grad")
-            counts = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
-            expect(hooks == counts, f"{label} generating left hooks on the module")
-            expect(module.config._attn_implementation == attention, f"{label} generating changed the model's attention")
-            grads = all(p.grad is not None and bool((p.grad == 1).all()) for p in module.parameters())
-            expect(grads, f"{label} generating changed accumulated gradients")
-            equal = torch.equal(state, torch.get_rng_state())
-            expect(equal, f"{label} generating draws from torch's global random state: use the request's seed")
 
     def test_sleep(self) -> None:
         """With ``Sleeps``, the samples after ``sleep`` and ``wake`` are the same as before."""
