@@ -16,8 +16,7 @@ import pytest
 import torch
 from rlhf.ops.batch import Batch
 from rlhf.types import Group, Row, Trajectory, Turn
-from rlhf_modeling import packed_model
-from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.packed_model import PackedModel
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
 from rlhf_runtime.jobs.mismatch import _Samples
 from rlhf_runtime.jobs.mismatch_causes import (
@@ -212,13 +211,13 @@ def test_a_trainer_that_computes_packed_sequences_otherwise(
     shop: Workshop, trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer's own probe of packing would find this when the model is loaded; here it is behind the probe."""
-    run, hidden_states = trained(), packed_model.hidden_states
+    run, hidden_states = trained(), PackedModel.hidden_states
 
-    def wrong(model: LoadedModel, batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden_MH, place_N = hidden_states(model, batch, share)
+    def wrong(model: PackedModel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden_MH, place_N = hidden_states(model, batch)
         return hidden_MH * (1.0 if batch.sequences == 1 else 0.5), place_N
 
-    monkeypatch.setattr(packed_model, "hidden_states", wrong)
+    monkeypatch.setattr(PackedModel, "hidden_states", wrong)
     answer = result(shop, run)
     assert (answer["causes"], answer["ways"]) == ([ARITHMETIC], {ARITHMETIC: "batch composition"})
     assert answer["left"] < 1e-5 < answer["gap"]

@@ -261,15 +261,16 @@ class LoadedModel:
         """The logits, of the product of hidden states and the head's weights."""
         return shape_logits(product_CV, self.logit_scale, self.softcap)
 
-    def logits_of(self, fp32: HeadFp32) -> Callable[[Tensor], Tensor]:
+    def logits_of(
+        self, fp32: HeadFp32, product: Callable[[Tensor], Tensor] | None = None
+    ) -> Callable[[Tensor], Tensor]:
         """The function ``logits`` for one micro-batch.
 
         Args:
             fp32: ``trainer.head_fp32``. See :func:`rlhf_modeling.stored.head_product`.
+            product: the product with the head's weights in their own precision; None: a call of the head.
         """
-        multiply = head_product(self.head, fp32)
-        if multiply is None:
-            return self.logits
+        multiply = head_product(self.head, fp32) or product or self.head
         return lambda hidden_CH: self.shaped(multiply(hidden_CH))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -35,39 +35,44 @@ class PackedModel(nn.Module):
 
     @cached_property  # it asks every module of the model
     def shares_prefixes(self) -> bool:
-        """Whether sequences of a micro-batch compute a shared prefix once."""
-        return shares_prefixes(self.config, self.loaded_model)
+        """Whether sequences of a micro-batch compute a shared prefix once. They do not if each draws its own noise."""
+        config, model = self.config, self.loaded_model
+        if not config.shared_prefixes or config.neftune_alpha is not None or model.layout != "shared":
+            return False
+        return not model.noisy and not has_noise(model.module)
 
     def forward(self, batch: Batch, outputs: Sequence[Head]) -> dict[str, Tensor]:
         """{output: [A, ...]}, fp32; see :func:`rlhf_modeling.heads.compute`."""
-        hidden_MH, place_N = hidden_states(self.loaded_model, batch, self.shares_prefixes)
+        return self.outputs_of(*self.hidden_states(batch), batch, outputs)
+
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`rlhf_modeling.loaded.LoadedModel.compute`."""
+        model, host = self.loaded_model, batch.host
+        lens = host.lens_B.tolist()
+        model.require_positions(lens)
+        experts_NLK = host.tok.get(EXPERTS) if model.routers is not None else None
+        return model.compute(host.ids_N, host.position_N, lens, self.shares_prefixes, batch.images_B, experts_NLK)
+
+    def outputs_of(
+        self,
+        hidden_MH: Tensor,
+        place_N: Tensor | None,
+        batch: Batch,
+        outputs: Sequence[Head],
+        product: Callable[[Tensor], Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Outputs from the results of :meth:`hidden_states`. ``product``: see :meth:`LoadedModel.logits_of`."""
         return head_ops.compute(
             hidden_MH,
             batch,
             outputs,
-            self.loaded_model.logits_of(self.config.head_fp32),
+            self.loaded_model.logits_of(self.config.head_fp32, product),
             place_N,
             tempered=self.loaded_model.kind == "lm",
             chunk=max(1, most_logits(self.config, hidden_MH.device.type) // self.loaded_model.head.out_features),
             head_fp32=bool(self.config.head_fp32),
             part=self.loaded_model.part,
         )
-
-
-def hidden_states(model: LoadedModel, batch: Batch, share: bool) -> tuple[Tensor, Tensor | None]:
-    """See :meth:`rlhf_modeling.loaded.LoadedModel.compute`."""
-    host = batch.host
-    lens = host.lens_B.tolist()
-    model.require_positions(lens)
-    experts_NLK = host.tok.get(EXPERTS) if model.routers is not None else None
-    return model.compute(host.ids_N, host.position_N, lens, share, batch.images_B, experts_NLK)
-
-
-def shares_prefixes(config: TrainingConfig, model: LoadedModel) -> bool:
-    """Whether common prefixes are computed once. They are not if each sequence draws its own noise."""
-    if not config.shared_prefixes or config.neftune_alpha is not None or model.layout != "shared":
-        return False
-    return not model.noisy and not has_noise(model.module)
 
 
 @contextmanager

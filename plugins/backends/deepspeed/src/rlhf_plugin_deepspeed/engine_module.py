@@ -8,19 +8,17 @@ computes the products itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
-from rlhf_modeling import heads as head_ops
 from rlhf_modeling.adapters import NAME, adapted
-from rlhf_modeling.config import TrainingConfig, most_logits
+from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.packed_model import hidden_states, shares_prefixes
-from rlhf_modeling.stored import head_product
+from rlhf_modeling.packed_model import PackedModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,56 +26,34 @@ from torch.nn import functional as F
 class Outputs(nn.Module):
     """Computes outputs from hidden states. The head's parameters belong to the model, not to this module."""
 
-    def __init__(self, model: LoadedModel, config: TrainingConfig) -> None:
+    def __init__(self, packed: PackedModel) -> None:
         super().__init__()
-        self._loaded_model, self._config = (model,), config  # a tuple, so that the head does not become a submodule
-
-    def logits(self) -> Callable[[Tensor], Tensor]:
-        """[C, H] -> [C, vocabulary] or [C, outputs of the head], while the head's weights are whole. For fp32 logits a
-        head that is stored in bf16 is converted once for all chunks."""
-        (model,) = self._loaded_model
-        if (multiply := head_product(model.head, self._config.head_fp32)) is not None:
-            return lambda hidden_CH: model.shaped(multiply(hidden_CH))
-        return lambda hidden_CH: model.shaped(F.linear(hidden_CH, model.head.weight, model.head.bias))
+        self._packed = (packed,)  # a tuple, so that it does not become a submodule
 
     def forward(
         self, hidden_MH: Tensor, place_N: Tensor | None, batch: Batch, outputs: Sequence[Head]
     ) -> dict[str, Tensor]:
-        """``hidden_MH``, ``place_N``: see :func:`rlhf_modeling.packed_model.hidden_states`."""
-        (model,) = self._loaded_model
-        return head_ops.compute(
-            hidden_MH,
-            batch,
-            outputs,
-            self.logits(),
-            place_N,
-            tempered=model.kind == "lm",
-            chunk=max(1, most_logits(self._config, hidden_MH.device.type) // model.head.out_features),
-            head_fp32=bool(self._config.head_fp32),
-            part=model.part,
-        )
+        """See :meth:`rlhf_modeling.packed_model.PackedModel.outputs_of`."""
+        (packed,) = self._packed
+        head = packed.loaded_model.head
+
+        def product(hidden_CH: Tensor) -> Tensor:
+            return F.linear(hidden_CH, head.weight, head.bias)
+
+        return packed.outputs_of(hidden_MH, place_N, batch, outputs, product)
 
 
-class EngineModule(nn.Module):
+class EngineModule(PackedModel):
     """Body and outputs. Autocast is inside the module, because DeepSpeed's engine changes it outside."""
 
     def __init__(self, model: LoadedModel, config: TrainingConfig) -> None:
-        super().__init__()
-        self.model = model.module
-        self.outputs = Outputs(model, config)
-        self._loaded_model, self._config = (model,), config
+        super().__init__(model, config)
+        self.outputs = Outputs(self)
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """See :class:`rlhf_modeling.packed_model.PackedModel`. In stage 3 it is known after the model was probed."""
-        return shares_prefixes(self._config, self._loaded_model[0])
-
-    def forward(self, batch: Batch, outputs: Sequence[Head], bf16: bool) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, outputs: Sequence[Head], bf16: bool = False) -> dict[str, Tensor]:
         """{output: [A, ...]}, fp32."""
-        (model,) = self._loaded_model
         with torch.autocast(batch.ids_N.device.type, torch.bfloat16, enabled=bf16):
-            hidden_MH, place_N = hidden_states(model, batch, self.shares_prefixes)
-            return self.outputs(hidden_MH, place_N, batch, outputs)
+            return self.outputs(*self.hidden_states(batch), batch, outputs)
 
     def gather_outside(self) -> None:
         """Gather parameters that are read outside of the calls of their own module. Stage 3 gathers them only around
@@ -85,7 +61,7 @@ class EngineModule(nn.Module):
         convolution, and DoRA reads those of a layer with an adapter, to compute the length of its rows."""
         from deepspeed.runtime.zero import register_external_parameter
 
-        (model,) = self._loaded_model
+        model = self.loaded_model
         for parameter in model.head.parameters():
             register_external_parameter(self.outputs, parameter)
         for _, adapted_layer in adapted(model.module):
