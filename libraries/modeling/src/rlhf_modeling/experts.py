@@ -36,14 +36,7 @@ class ExpertBalance:
         self.coef = coef
         self._router_outputs: list[tuple[Tensor, Tensor]] | None = None
         self._last: list[tuple[Tensor, Tensor]] = []
-        classes = tuple(router_classes(module))
-        routers = [m for m in module.modules() if isinstance(m, classes)]
-        if not routers:
-            raise CapabilityError(
-                f"trainer.aux_loss_coef = {coef:g}: {type(module).__name__} has no experts to balance "
-                "(transformers declares no routers for it). Remove the option."
-            )
-        for router in routers:
+        for router in balanced_routers(module, coef):
             router.register_forward_hook(self._record)
 
     def _record(self, router: nn.Module, inputs: Any, output: Any) -> None:
@@ -84,7 +77,20 @@ def load_balance(layers: list[tuple[Tensor, Tensor]], part: RowPart | None = Non
     return experts * (chosen_E / rows * (probability_E / rows)).sum()
 
 
-def router_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """The routers that transformers declares for a model and its parts."""
+def balanced_routers(model: nn.Module, coef: float) -> list[nn.Module]:
+    """The routers of a model that is trained with ``aux_loss_coef``. Raises CapabilityError if it has none."""
+    if routers := named_routers(model):
+        return [router for _, router in routers]
+    raise CapabilityError(
+        f"trainer.aux_loss_coef = {coef:g}: {type(model).__name__} has no experts to balance (transformers declares no "
+        "routers for it). Remove the option."
+    )
+
+
+def named_routers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, router) of each router that transformers declares for a model and its parts, in the order of its
+    layers."""
     declared = [getattr(type(part), "_can_record_outputs", None) or {} for part in model.modules()]
-    return {records[RECORDED].target_class for records in declared if hasattr(records.get(RECORDED), "target_class")}
+    records: list[Any] = [recorded.get(RECORDED) for recorded in declared]
+    classes = tuple(record.target_class for record in records if hasattr(record, "target_class"))
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, classes)]

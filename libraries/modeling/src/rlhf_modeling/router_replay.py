@@ -29,7 +29,7 @@ from rlhf.types import ExpertLayers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rlhf_modeling.experts import router_classes
+from rlhf_modeling.experts import named_routers
 
 _choices: ContextVar[Tensor | None] = ContextVar("rlhf_expert_choices", default=None)
 _TOKENS = 16
@@ -57,7 +57,7 @@ class Routers:
     def __init__(self, module: nn.Module, layers: ExpertLayers) -> None:
         self.layers = layers
         self._recorded: dict[int, Tensor] | None = None
-        for number, (_, router) in enumerate(_routers(module)):
+        for number, (_, router) in enumerate(named_routers(module)):
             router.forward = partial(self._forward, router.forward, number)
 
     def _forward(self, forward: Callable[..., Any], number: int, *args: Any, **options: Any) -> Any:
@@ -110,7 +110,7 @@ class _Choice(TorchFunctionMode):
 def expert_layers(module: nn.Module) -> ExpertLayers:
     """The layers with experts of a model, which may be on the meta device. Raises CapabilityError if it has no experts,
     or a router whose choices cannot be replaced."""
-    model, routers = type(module).__name__, _routers(module)
+    model, routers = type(module).__name__, named_routers(module)
     if not routers:
         raise CapabilityError(
             f"trainer.router_replay: {model} has no experts (transformers declares no routers for it). Remove the "
@@ -128,11 +128,6 @@ def expert_layers(module: nn.Module) -> ExpertLayers:
         )
     [(experts, chosen)] = sizes
     return ExpertLayers(tuple(int(n[1]) for n in numbers if n is not None), experts, chosen)
-
-
-def _routers(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    classes = tuple(router_classes(module))
-    return [(name, part) for name, part in module.named_modules() if isinstance(part, classes)]
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch import nn
 
 from rlhf_modeling.adapters import adaptable, matching, saved_modules
 from rlhf_modeling.config import TrainingConfig
-from rlhf_modeling.experts import router_classes
+from rlhf_modeling.experts import balanced_routers
 from rlhf_modeling.export_files import read_generation_config, try_export
 from rlhf_modeling.images.architecture import has_vision, is_image_text, language_model
 from rlhf_modeling.model import model_class, require_floats, require_weights, take_apart
@@ -63,11 +63,8 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
         layers = matching(linear, lora.targets, type(module).__name__)
         own_head = None if spec.role.head == "lm" else head
         saved_modules(module, lora.modules_to_save or (), own_head, layers)
-    if config.aux_loss_coef and not any(isinstance(m, tuple(router_classes(module))) for m in module.modules()):
-        raise CapabilityError(
-            f"trainer.aux_loss_coef = {config.aux_loss_coef:g}: {type(module).__name__} has no experts to balance "
-            "(transformers declares no routers for it). Remove the option."
-        )
+    if config.aux_loss_coef:
+        balanced_routers(module, config.aux_loss_coef)
 
 
 def replayed_layers(config: TrainingConfig, spec: ModelSpec) -> ExpertLayers | None:

@@ -9,7 +9,7 @@ from rlhf.interfaces import GeneratorSpec, ModelSpec
 from rlhf.ops.experts import EXPERTS, UNKNOWN, choices_of
 from rlhf.ops.trajectories import assemble
 from rlhf.types import GenerationRequest, Group, RoleSpec, Row, Sampling, Trajectory, Turn
-from rlhf_modeling.experts import router_classes
+from rlhf_modeling.experts import named_routers
 from rlhf_modeling.router_replay import expert_layers
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
@@ -44,7 +44,7 @@ def replace_choices(batch, trainer, share=0.7):
 def router_outputs(trainer, run):
     """(weights, choices) [N, L, K] that the routers give to the experts in ``run``."""
     outputs = []
-    routers = [m for m in trainer.module.modules() if isinstance(m, tuple(router_classes(trainer.module)))]
+    routers = [router for _, router in named_routers(trainer.module)]
     handles = [r.register_forward_hook(lambda module, inputs, out: outputs.append(out[1:])) for r in routers]
     run()
     for handle in handles:
