@@ -50,22 +50,15 @@ MUON_STATE = ("momentum_buffer",)
 """Names of the optimizers' state of a parameter."""
 
 
-def build_optimizer(parameters: Parameters, adamw_ids: Collection[int], config: TrainingConfig) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov & Hutter 2019), or :class:`~rlhf_modeling.optimizer.OrthogonalAdamW` if configured, over
-    :func:`parameter_groups` of whole parameters."""
-    groups = parameter_groups(parameters, {name: p.shape for name, p in parameters.items()}, adamw_ids, config)
-    make = OrthogonalAdamW if config.optimizer == "muon" else torch.optim.AdamW
-    return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-def parameter_groups(
+def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
     adamw_ids: Collection[int],
     config: TrainingConfig,
-) -> list[dict[str, Any]]:
-    """Weight decay applies to matrices, not to vectors (norms, biases). With Muon, the layers' matrices are a group
-    with ``muon = True``.
+    with_muon: type[OrthogonalAdamW] = OrthogonalAdamW,
+) -> torch.optim.AdamW:
+    """Fused AdamW (Loshchilov & Hutter 2019), or ``with_muon`` if configured. Weight decay applies to matrices, not to
+    vectors (norms, biases). With Muon, the layers' matrices are a group with ``muon = True``.
 
     Args:
         shapes: shapes of whole parameters; this rank may hold a part of each.
@@ -80,7 +73,9 @@ def parameter_groups(
         ([n for n in rest if len(shapes[n]) >= 2], {"weight_decay": config.weight_decay}),
         ([n for n in rest if len(shapes[n]) < 2], {"weight_decay": 0.0}),
     ]
-    return [{"params": [parameters[n] for n in names], **facts} for names, facts in kinds if names]
+    groups = [{"params": [parameters[n] for n in names], **facts} for names, facts in kinds if names]
+    make = with_muon if muon else torch.optim.AdamW
+    return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, config: TrainingConfig, factor: float) -> None:

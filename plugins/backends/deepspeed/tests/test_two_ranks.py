@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from rlhf.interfaces import ModelSpec
-from rlhf_modeling.sharded.optimizer import build_optimizer
+from rlhf_modeling.optimizer import build_optimizer
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.suite_losses import ValueLoss

@@ -1,4 +1,4 @@
-"""The optimizer of a role's parameters, which may be divided over ranks: AdamW, or Muon for matrices.
+"""Muon for matrices that are divided over ranks.
 
 Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal matrix, which requires the whole
 matrix. Each rank keeps the momentum of its own elements. In each round, every rank collects the momentum of one matrix,
@@ -10,16 +10,15 @@ large as AdamW's.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import _muon
 
-from rlhf_modeling.config import TrainingConfig
-from rlhf_modeling.optimizer import OrthogonalAdamW, parameter_groups
+from rlhf_modeling.optimizer import OrthogonalAdamW
 from rlhf_modeling.sharded.partition import Flat, Partition, Piece, Split
 
 COEFFICIENTS = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
@@ -87,20 +86,3 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
         weights.mul_(1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * 0.2 * math.sqrt(max(self._shapes[piece.name]))
         weights.add_(update[piece.start : piece.start + piece.numel], alpha=-rate)
-
-
-def build_optimizer(
-    parameters: Mapping[str, nn.Parameter],
-    shapes: Mapping[str, torch.Size],
-    adamw_ids: Collection[int],
-    config: TrainingConfig,
-) -> torch.optim.AdamW:
-    """The same optimizer and groups as in the trainer ``torch``, with Muon's step for divided matrices.
-
-    Args:
-        shapes: shapes of whole parameters.
-        adamw_ids: ids of the parameters of embeddings and heads, whose matrices stay with AdamW.
-    """
-    make = DividedOrthogonalAdamW if config.optimizer == "muon" else torch.optim.AdamW
-    groups = parameter_groups(parameters, shapes, adamw_ids, config)
-    return make(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -19,11 +19,12 @@ from rlhf_modeling.images.architecture import is_image_text
 from rlhf_modeling.kernels import check_liger
 from rlhf_modeling.liger import use_liger
 from rlhf_modeling.memory import trainer_memory
+from rlhf_modeling.optimizer import build_optimizer
 from rlhf_modeling.option_checks import LEARNING, check_training
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import read_config
 from rlhf_modeling.probe import probe
-from rlhf_modeling.sharded.optimizer import build_optimizer
+from rlhf_modeling.sharded.optimizer import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.process_group import collective
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
 from rlhf_modeling.sharded.trainer import ShardedTrainer
@@ -136,7 +137,9 @@ class DeepSpeedTrainer(ShardedTrainer):
         self._values: dict[str, Tensor] = {}  # outputs of the current micro-batch
         with self._guard("__init__"):
             if trained:
-                self.base = build_optimizer(self.parameters, self.tensors.shapes, model.outer_ids, self.config)
+                self.base = build_optimizer(
+                    self.parameters, self.tensors.shapes, model.outer_ids, self.config, DividedOrthogonalAdamW
+                )
             if trained or divided:
                 self.zero = ZeroEngine(self.packed, self.base, self.config, self.topology, device, spec.storage)
             # Stage 3 gathers weights in the engine's hooks, so only now can the model be computed.

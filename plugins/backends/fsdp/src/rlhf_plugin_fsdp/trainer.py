@@ -15,12 +15,12 @@ from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
 from rlhf_modeling.arithmetic import arithmetic
 from rlhf_modeling.memory import trainer_memory
-from rlhf_modeling.optimizer import to_device, to_host
+from rlhf_modeling.optimizer import build_optimizer, to_device, to_host
 from rlhf_modeling.option_checks import LEARNING, check_training
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.sharded.config import ShardedConfig
 from rlhf_modeling.sharded.loading import load_on_host
-from rlhf_modeling.sharded.optimizer import build_optimizer
+from rlhf_modeling.sharded.optimizer import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.partition import Replicas, Split
 from rlhf_modeling.sharded.process_group import collective, join
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
@@ -112,7 +112,8 @@ class FsdpTrainer(ShardedTrainer):
         self.partition = LocalParts(self.parameters, self.packed, spec.rank, spec.world_size)
         if trained:
             owners = self.partition.owners
-            self.base = build_optimizer(owners, self.tensors.shapes, {id(owners[name]) for name in outer}, self.config)
+            outer_ids = {id(owners[name]) for name in outer}
+            self.base = build_optimizer(owners, self.tensors.shapes, outer_ids, self.config, DividedOrthogonalAdamW)
         self.prepare_steps()
 
     # ------------------------------------------------------------------------------------- forward

@@ -96,7 +96,8 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         if spec.role.trained:
             # The optimizer gets masters instead of weights that are stored in bf16.
             outer_ids = {id(self.stepped[name]) for name, p in self.parameters.items() if id(p) in model.outer_ids}
-            self.optimizer = build_optimizer(self.stepped, outer_ids, self.config)
+            shapes = {name: p.shape for name, p in self.stepped.items()}
+            self.optimizer = build_optimizer(self.stepped, shapes, outer_ids, self.config)
             self.schedule = RateSchedule(self.config, spec.total_updates)
             if self.config.ema_decay is not None:
                 self.average = Ema(self.stepped, self.config.ema_decay, self.masters.rounded if self.masters else None)
