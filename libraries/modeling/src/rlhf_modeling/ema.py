@@ -18,7 +18,7 @@ class SecondValues(Protocol):
 
 
 class Copy:
-    """A copy of the weights from the time when this object was created."""
+    """A copy of the weights from the time when this object was created, and after :meth:`update` their average."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], rounded: Mapping[str, nn.Parameter] | None = None) -> None:
         """``rounded``: the weights of the model, if ``parameters`` are their masters."""
@@ -42,22 +42,12 @@ class Copy:
                 p.data = live[name]
             self._swap()
 
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """``values := decay * values + (1 - decay) * weights`` (Polyak & Juditsky 1992, exponential form)."""
+        live = [p.detach() for p in self.parameters.values()]
+        torch._foreach_lerp_(list(self.tensors.values()), live, 1.0 - decay)
+
     def _swap(self) -> None:
         for name, p in self.parameters.items():
             p.data, self.tensors[name] = self.tensors[name], p.data
-
-
-class Ema(Copy):
-    """``ema := decay * ema + (1 - decay) * weights`` after every optimizer step (Polyak & Juditsky 1992, exponential
-    form); it starts as the initial weights."""
-
-    def __init__(
-        self, parameters: dict[str, nn.Parameter], decay: float, rounded: Mapping[str, nn.Parameter] | None = None
-    ) -> None:
-        super().__init__(parameters, rounded)
-        self.decay = decay
-
-    @torch.no_grad()
-    def update(self) -> None:
-        live = [p.detach() for p in self.parameters.values()]
-        torch._foreach_lerp_(list(self.tensors.values()), live, 1.0 - self.decay)

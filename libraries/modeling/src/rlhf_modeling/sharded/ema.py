@@ -11,7 +11,7 @@ from rlhf_modeling.sharded.partition import Partition
 
 
 class ShardedCopy:
-    """A copy of the weights from the time when this object was created."""
+    """See :class:`rlhf_modeling.ema.Copy`."""
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
@@ -31,6 +31,11 @@ class ShardedCopy:
         self.tensors = [t.to(device) for t in self.tensors]
 
     @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """See :meth:`rlhf_modeling.ema.Copy.update`."""
+        torch._foreach_lerp_(self.tensors, [flat.data for flat in self.partition.flats], 1.0 - decay)
+
+    @torch.no_grad()
     def _swap(self) -> None:
         for flat, second in zip(self.partition.flats, self.tensors, strict=True):
             # The flats are views of the optimizer's memory, so values are exchanged and not tensors.
@@ -38,15 +43,3 @@ class ShardedCopy:
             flat.data.copy_(second)
             second.copy_(live)
         self.partition.publish()
-
-
-class ShardedEma(ShardedCopy):
-    """``average := decay * average + (1 - decay) * weights`` after every step; it starts as the weights."""
-
-    def __init__(self, partition: Partition, decay: float) -> None:
-        super().__init__(partition)
-        self.decay = decay
-
-    @torch.no_grad()
-    def update(self) -> None:
-        torch._foreach_lerp_(self.tensors, [flat.data for flat in self.partition.flats], 1.0 - self.decay)

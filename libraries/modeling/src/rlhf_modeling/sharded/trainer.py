@@ -23,7 +23,7 @@ from torch import Tensor
 from rlhf_modeling.optimizer import set_rates
 from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_modeling.sharded import checkpoint
-from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
+from rlhf_modeling.sharded.ema import ShardedCopy
 from rlhf_modeling.sharded.optimizer import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.partition import Partition, scale
 from rlhf_modeling.sharded.process_group import first_text, largest, total
@@ -102,7 +102,7 @@ class ShardedTrainer(ShardedWeights):
         if self.keeps_first_weights:
             self.first = ShardedCopy(self.partition)
         if self.config.ema_decay is not None:
-            self.average = ShardedEma(self.partition, self.config.ema_decay)
+            self.average = ShardedCopy(self.partition)
 
     def apply(self) -> ApplyResult:
         self._require_trained("apply")
@@ -127,8 +127,8 @@ class ShardedTrainer(ShardedWeights):
         self._take_step()
         if coverage is not None:
             self._coverage = coverage.after()
-        if self.average is not None:
-            self.average.update()
+        if self.average is not None and self.config.ema_decay is not None:
+            self.average.update(self.config.ema_decay)
         return norm, ""
 
     def _finish_gradients(self) -> tuple[float, str]:

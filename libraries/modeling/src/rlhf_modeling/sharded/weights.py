@@ -21,7 +21,7 @@ from rlhf_modeling.export_files import head_bias, token_classifier, write_config
 from rlhf_modeling.optimizer import give_back
 from rlhf_modeling.pretrained import copy_processor, load_tokenizer, set_exported, set_exported_dtype
 from rlhf_modeling.sharded.config import ShardedConfig
-from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
+from rlhf_modeling.sharded.ema import ShardedCopy
 from rlhf_modeling.sharded.partition import Partition, Piece, Split
 from rlhf_modeling.sharded.process_group import barrier, collective, reduce_to_first
 from rlhf_modeling.sharded.tensors import NamedTensors
@@ -40,7 +40,7 @@ class ShardedWeights(PackedTrainer):
     partition: Partition
     base: torch.optim.Optimizer | None = None
     """torch's optimizer; None for a frozen role."""
-    average: ShardedEma | None = None
+    average: ShardedCopy | None = None
     first: ShardedCopy | None = None
 
     def _guard(self, call: str) -> AbstractContextManager[None]:

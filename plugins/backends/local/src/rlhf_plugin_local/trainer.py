@@ -19,7 +19,7 @@ from rlhf_modeling.adapter_files import sent_name, write_adapter
 from rlhf_modeling.adapters import base_tensors, is_adapter, merged, merged_name
 from rlhf_modeling.checkpoint_tensors import Published
 from rlhf_modeling.config import TrainingConfig
-from rlhf_modeling.ema import Copy, Ema
+from rlhf_modeling.ema import Copy
 from rlhf_modeling.export_files import head_bias, token_classifier
 from rlhf_modeling.masters import Masters
 from rlhf_modeling.model import load_model
@@ -88,7 +88,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         )
         self.prepare(model, spec, device)
         self.optimizer: torch.optim.Optimizer | None = None
-        self.average: Ema | None = None
+        self.average: Copy | None = None
         self.masters = Masters(self.parameters) if spec.role.trained and spec.storage == "bf16" else None
         self.stepped = self.parameters if self.masters is None else self.masters.stepped
         """{name: tensor that the optimizer updates}: the trained parameters, or their fp32 masters."""
@@ -100,7 +100,7 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
             self.optimizer = build_optimizer(self.stepped, shapes, outer_ids, self.config)
             self.schedule = RateSchedule(self.config, spec.total_updates)
             if self.config.ema_decay is not None:
-                self.average = Ema(self.stepped, self.config.ema_decay, self.masters.rounded if self.masters else None)
+                self.average = Copy(self.stepped, self.masters.rounded if self.masters else None)
 
     def _casts(self, micros: int, backward: bool) -> AbstractContextManager[Any]:
         """Micro-batches share the copies, except if checkpointing frees the copies before the backward pass."""
@@ -153,8 +153,8 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         if old_fingerprints is not None:
             unchanged = [n for n, p in self.stepped.items() if fingerprint(p.detach()) == old_fingerprints[n]]
             self._coverage = {"without_gradient": zero_gradient_names, "unchanged": unchanged}
-        if self.average is not None:
-            self.average.update()
+        if self.average is not None and self.config.ema_decay is not None:
+            self.average.update(self.config.ema_decay)
 
     def zero_grad(self) -> None:
         self._bad_loss, self._micros = "", 0
