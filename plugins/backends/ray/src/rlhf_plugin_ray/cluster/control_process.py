@@ -93,7 +93,7 @@ def why_unreachable(address: str) -> str:
 
 def why_no_gcs(address: str) -> str:
     """Why the program that listens at HOST:PORT is no GCS, which speaks HTTP/2; empty if it may be one. Ray itself
-    would try for minutes. With TLS nothing is checked."""
+    would try for minutes. With TLS nothing is checked, and a program without an answer may be a busy GCS."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or os.environ.get("RAY_USE_TLS", "0") != "0":
         return ""
@@ -101,6 +101,8 @@ def why_no_gcs(address: str) -> str:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS) as connection:
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _FRAME)
             answer = connection.recv(len(_FRAME))
+    except TimeoutError:
+        return ""
     except OSError:
         answer = b""
     is_settings = answer[3:4] == _FRAME[3:4]
