@@ -119,3 +119,23 @@ def test_a_guard_by_its_command_line_exits_as_its_worker_did_and_ends_what_that_
     statement = f"{orphans.leaving(pids)}\nimport os; os.kill(os.getpid(), 11)"
     assert subprocess.run(supervised([sys.executable, "-S", "-c", statement]), check=False).returncode == -11
     assert not orphans.left(pids)
+
+
+IGNORES = """
+import os, signal, subprocess, sys, time
+from rlhf.supervisor import ignore_stops
+ignore_stops()
+os.kill(os.getpid(), signal.SIGTERM)
+fork = os.fork()
+if fork == 0:
+    time.sleep(600)
+program = subprocess.Popen(["sleep", "600"])
+os.kill(fork, signal.SIGTERM)
+program.terminate()
+print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), program.wait())
+"""
+
+
+def test_a_worker_ignores_stops_and_what_it_starts_does_not() -> None:
+    done = subprocess.run([sys.executable, "-c", IGNORES], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.returncode) == ("-15 -15\n", 0), done.stderr

@@ -36,8 +36,8 @@ MOST_DESCRIPTORS = 64
 
 
 def supervised(command: Sequence[str]) -> list[str]:
-    """The command line that runs ``command`` under its own guard. SIGTERM ends the guard with all descendants. On
-    systems other than Linux there is no guard."""
+    """The command line that runs ``command`` under its own guard. SIGTERM from this process ends the guard with all
+    descendants. On systems other than Linux there is no guard."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
@@ -52,6 +52,20 @@ def end(pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
+def ignore_stops() -> None:
+    """Ignore the signals that ask a process to stop. For workers, which the driver ends: `ray job stop` sends SIGTERM
+    to the driver and to all its descendants, and the driver still needs them for its step. Processes that this one
+    starts or forks do not ignore the signals."""
+    process_id = os.getpid()
+
+    def ignore(number: int, frame: object) -> None:
+        if os.getpid() != process_id:
+            end_by(number)
+
+    for number in STOPS:
+        signal.signal(number, ignore)
+
+
 def serve(driver: int, channel: int) -> None:
     """Start a guard and its worker for each request, until the driver has ended.
 
@@ -64,6 +78,7 @@ def serve(driver: int, channel: int) -> None:
     import marshal
     import socket
 
+    ignore_stops()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the guards
     requests, supervisor = socket.socket(fileno=channel), os.getpid()
     while True:
@@ -140,7 +155,7 @@ def guard(
             fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
     signals: signal.struct_siginfo | None = None
     while not (wait_result := os.waitpid(worker, os.WNOHANG))[0]:
-        stopped = signals is not None and signals.si_signo in STOPS
+        stopped = signals is not None and signals.si_signo in STOPS and signals.si_pid == parent
         if stopped or os.getppid() != parent or select.select(controls, [], [], 0)[0]:
             os.kill(worker, signal.SIGKILL)
             wait_result = os.waitpid(worker, 0)

@@ -212,6 +212,32 @@ def test_a_worker_that_died_while_nobody_used_it_fails_no_call(from_file, make_g
     assert gone(second)
 
 
+@pytest.mark.linux("elsewhere a child has no guard")
+def test_a_stop_of_all_processes_of_a_run_leaves_its_workers_to_it(from_file, make_group) -> None:
+    """`ray job stop` sends SIGTERM to all descendants of the driver, which then finishes its step."""
+    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+
+    async def pid() -> int:
+        async with pool.worker() as worker:
+            return (await worker.call("score", make_group("2", act="ok"), deadline=20.0))[0]["info"]["pid"]
+
+    async def scenario() -> tuple[int, int]:
+        first = await pid()
+        processes = psutil.Process().children(recursive=True)
+        assert first in {process.pid for process in processes}
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        return first, await pid()
+
+    try:
+        first, second = asyncio.run(scenario())
+    finally:
+        pool.close()
+    assert first == second
+    assert gone(first)
+
+
 def test_a_cancelled_call_kills_its_worker_and_frees_its_place(from_file, make_group) -> None:
     pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
 

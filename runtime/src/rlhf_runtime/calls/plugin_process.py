@@ -22,6 +22,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from rlhf.plugins.requirements import installed_version, unmet
+from rlhf.supervisor import ignore_stops
 from rlhf.types import Group, Row, Sampling
 
 from rlhf_runtime.calls.deadlines import cause
@@ -78,6 +79,7 @@ HOSTS: dict[str, type[RewardHost] | type[EnvHost]] = {"reward": RewardHost, "env
 
 def main() -> None:
     """Serve requests until the driver closes the connection."""
+    ignore_stops()
     connection = socket.socket(fileno=int(sys.argv[1]))
     # A program that the plugin starts would keep the connection open after this process has died.
     connection.set_inheritable(False)

@@ -16,10 +16,13 @@ import sys
 import threading
 from typing import IO, Any
 
+from rlhf.supervisor import ignore_stops
+
 from rlhf_plugin_tools.tool import ToolError, as_text, raised
 
 
 def main() -> None:
+    ignore_stops()
     requests, answers = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     # a function that reads standard input must not take the next request
     null = os.open(os.devnull, os.O_RDONLY)
