@@ -56,6 +56,23 @@ def history(client, run_id, name="reward/mean"):
     return [(m.step, m.value) for m in client.get_metric_history(run_id, name)]
 
 
+def test_a_metric_that_comes_later_may_have_the_name_of_a_folder_or_a_file(tmp_path):
+    lines = [{"a/b": 1.0, "c": 2.0}, {"a": 3.0, "c/d": 4.0}, {"a": 5.0, "a/b": 6.0, "c": 7.0, "c/d": 8.0}]
+    state: dict[str, str] = {}
+    for step, line in enumerate(lines, 1):  # each after a resume
+        observer = MLflowObserver()
+        observer.load_state_dict(state)
+        observer.run_started(RunInfo("my run", tmp_path, {}, 3, step - 1, RecordedControl()))
+        observer.step_finished(step, line)
+        state = observer.state_dict()
+        observer.run_ended("stopped")
+    client, run_id = client_of(tmp_path / "mlruns"), state["run_id"]
+    assert history(client, run_id, "a/b") == [(1, 1.0), (3, 6.0)]
+    assert history(client, run_id, "a.value") == [(2, 3.0), (3, 5.0)]
+    assert history(client, run_id, "c") == [(1, 2.0), (3, 7.0)]
+    assert history(client, run_id, "c.d") == [(2, 4.0), (3, 8.0)]
+
+
 def test_metrics_parameters_and_samples_are_read_back(tmp_path):
     run_id = run(tmp_path, 1, 3).state_dict()["run_id"]
     client = client_of(tmp_path / "mlruns")

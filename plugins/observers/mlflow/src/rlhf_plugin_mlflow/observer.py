@@ -61,7 +61,8 @@ class MLflowObserver(Observer):
 
     The config is redacted, MLflow's usage statistics are off, and its client records no source, command line or git
     state. MLflow allows no ``@`` in names: ``pass@1`` is ``pass_at_1``; other characters that it refuses become ``_``.
-    In a folder ``policy/loss/kl`` is ``policy/loss.kl``, because ``policy/loss`` is a file.
+    In a folder ``policy/loss/kl`` is ``policy/loss.kl``, because ``policy/loss`` is a file. If ``policy/loss`` comes
+    only after ``policy/loss/kl``, it is ``policy/loss.value``.
     """
 
     name = "mlflow"
@@ -75,6 +76,8 @@ class MLflowObserver(Observer):
         self._client: Any = None
         self._run_id = ""
         self._in_folder = False
+        self._files: set[str] = set()
+        """In a folder: names of the metrics so far."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"run_id": self._run_id}
@@ -101,6 +104,7 @@ class MLflowObserver(Observer):
             client = MlflowClient(tracking_uri=uri)
             if self._run_id:
                 client.update_run(self._run_id, status="RUNNING")
+                self._files = set(client.get_run(self._run_id).data.metrics)
             else:
                 self._run_id = self._new_run(client, info)
         except (MlflowException, ImportError) as cause:
@@ -123,7 +127,9 @@ class MLflowObserver(Observer):
         time_ms = int(time.time() * 1000)
         names = {name: _name(name) for name in metrics}
         if self._in_folder:
-            names = {name: _file(text, {*names.values()}) for name, text in names.items()}
+            texts = {*names.values()}
+            names = {name: _file(text, texts, self._files) for name, text in names.items()}
+            self._files |= {*names.values()}
         values = [Metric(names[name], float(value), time_ms, step) for name, value in metrics.items()]
         for start in range(0, len(values), _METRICS_AT_ONCE):
             self._client.log_batch(self._run_id, metrics=values[start : start + _METRICS_AT_ONCE], synchronous=True)
@@ -160,14 +166,20 @@ def _name(text: str) -> str:
     return _NOT_IN_NAMES.sub("_", text.replace("@", "_at_"))
 
 
-def _file(name: str, names: Collection[str]) -> str:
-    """``policy/loss.kl`` for ``policy/loss/kl`` if ``policy/loss`` is a metric too, because in a folder each metric is
-    a file."""
+def _file(name: str, names: Collection[str], files: Collection[str]) -> str:
+    """The file of a metric, which can be no folder of another metric.
+
+    Args:
+        names: the metrics of the same step.
+        files: the files of earlier steps.
+    """
+    if name in files:
+        return name
     parts = name.split("/")
     for length in range(1, len(parts)):  # the shortest first: it is the file that can be no folder
-        if (front := "/".join(parts[:length])) in names:
+        if (front := "/".join(parts[:length])) in names or front in files:
             return ".".join([front, *parts[length:]])
-    return name
+    return f"{name}.value" if any(file.startswith(f"{name}/") for file in files) else name
 
 
 def _flat(value: Any, front: str = "") -> Iterator[tuple[str, str]]:
