@@ -95,7 +95,9 @@ class RunSection(ComponentConfig):
     overwrite: bool = False
     """Delete the run in ``output``: the files that runs write, nothing else."""
     threads: Count | None = None
-    """Number of torch threads; default: torch's own choice. Recorded, because it can change results between runs."""
+    """Number of torch threads of the run's own process, which trains and samples with the launcher ``local``; default:
+    torch's own choice. Recorded, because it can change results between runs. Workers of other launchers have as many as
+    ``placement.ROLE.devices``, or OMP_NUM_THREADS."""
     show_samples: Count | None = None
     """Print the best and the worst sample every N steps. Default: never. `rlhf samples` shows more."""
     timeline: Count | None = None
