@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.memory import ModelSize, TrainerWork
 
@@ -11,6 +12,7 @@ from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.adapters import matching, saved_modules
 from rlhf_modeling.config import LoraOptions, TrainingConfig, most_logits, rounds_factors
 from rlhf_modeling.images.memory import image_tokens, kept_pixels
+from rlhf_modeling.precision import choose_precision
 from rlhf_modeling.skeleton import skeleton
 
 
@@ -105,10 +107,6 @@ def computes_bf16(dtype: str, device: str) -> bool:
         return dtype == "bf16"
     if device == "cuda":
         return True
-    import torch
-
-    from rlhf_modeling.precision import choose_precision
-
     return choose_precision("auto", torch.device("cpu")).bf16
 
 
