@@ -17,7 +17,7 @@ from rlhf_modeling.adapter_files import adapter_headers, base_of, saved_whole
 from rlhf_modeling.adapters import adaptable, alpha, matching, saved_modules, scaling
 from rlhf_modeling.checkpoint_tensors import Published
 from rlhf_modeling.config import LoraOptions
-from rlhf_modeling.skeleton import skeleton
+from rlhf_modeling.skeleton import known_skeleton
 from rlhf_modeling.state import named_tensors
 
 _OTHER_FORM = (
@@ -59,9 +59,7 @@ def separable_adapters(lora: LoraOptions, spec: ModelSpec) -> LowRankAdapters:
     }
     if refused := next((f"trainer.lora.{reason}" for reason, used in reasons.items() if used), ""):
         return LowRankAdapters(lora.rank, scaling(lora), merged_only=refused)
-    try:
-        module = skeleton(base_of(spec), spec.trust_remote_code, spec.images)
-    except Exception:  # any exception: loading the model reports it better
+    if (module := known_skeleton(base_of(spec), spec.trust_remote_code, spec.images)) is None:
         refused = "transformers cannot build this model from its config alone, so the names of its layers are not known"
         return LowRankAdapters(lora.rank, scaling(lora), merged_only=refused)
     head: Any = module.get_output_embeddings()
@@ -86,9 +84,7 @@ def require_same_base(adapter: AdapterFolder, spec: ModelSpec) -> nn.Module | No
                 f"hash {content[:12]}, but the adapter was trained on weights with the hash {recorded[:12]}. Specify "
                 "the base that it was trained on."
             )
-    try:
-        module = skeleton(base, spec.trust_remote_code, spec.images)
-    except Exception:  # any exception: loading the model reports it better
+    if (module := known_skeleton(base, spec.trust_remote_code, spec.images)) is None:
         return None
     layers = {name: tuple(m.weight.shape) for name, m in module.named_modules() if isinstance(m, nn.Linear)}
     for name, shape in shapes.items():

@@ -13,7 +13,7 @@ from rlhf_modeling.adapters import matching, saved_modules
 from rlhf_modeling.config import LoraOptions, TrainingConfig, most_logits, rounds_factors
 from rlhf_modeling.images.memory import image_tokens, kept_pixels
 from rlhf_modeling.precision import choose_precision
-from rlhf_modeling.skeleton import skeleton
+from rlhf_modeling.skeleton import known_skeleton
 
 
 def arithmetic(
@@ -77,9 +77,7 @@ def saved_parameters(config: TrainingConfig, spec: ModelSpec) -> int:
     names = config.lora.modules_to_save if config.lora is not None and spec.role.trained else None
     if not names:
         return 0
-    try:
-        module = skeleton(spec.path, spec.trust_remote_code, spec.images)
-    except Exception:  # any exception: the config may have any content
+    if (module := known_skeleton(spec.path, spec.trust_remote_code, spec.images)) is None:
         return 0
     parameters = {
         id(p): p for n in saved_modules(module, names, None, ()) for p in module.get_submodule(n).parameters()

@@ -43,9 +43,7 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
     options = spec.role.trained and bool(lora or config.aux_loss_coef or config.freeze_vision)
     if not (options or image_text):
         return
-    try:
-        module = skeleton(spec.path, spec.trust_remote_code, spec.images)
-    except Exception:  # any exception: the config may have any content
+    if (module := known_skeleton(spec.path, spec.trust_remote_code, spec.images)) is None:
         return
     if image_text:
         take_apart(module, "lm", spec)
@@ -85,6 +83,14 @@ def replayed_layers(config: TrainingConfig, spec: ModelSpec) -> ExpertLayers | N
             f"not known ({type(cause).__name__}: {cause}). Remove the option."
         ) from cause
     return expert_layers(module)
+
+
+def known_skeleton(path: str, trust_remote_code: bool = False, images: bool = False) -> PreTrainedModel | None:
+    """:func:`skeleton`, or None if transformers cannot build it. Loading the model reports the error better."""
+    try:
+        return skeleton(path, trust_remote_code, images)
+    except Exception:  # any exception: the config may have any content
+        return None
 
 
 @cache

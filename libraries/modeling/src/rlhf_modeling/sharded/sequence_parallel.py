@@ -21,7 +21,7 @@ from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.pretrained import quiet, read_config
 from rlhf_modeling.probe_rows import probe_rows, short_lengths, wrong
 from rlhf_modeling.rope import length_rope
-from rlhf_modeling.skeleton import skeleton
+from rlhf_modeling.skeleton import known_skeleton
 from rlhf_modeling.stored import in_fp32
 from rlhf_modeling.token_parts import TokenGroup, heads_refused
 
@@ -54,9 +54,7 @@ def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
     heads = getattr(settings.get_text_config(), "num_attention_heads", None)
     if isinstance(heads, int) and heads % ranks:
         raise CapabilityError(heads_refused(model, heads, ranks))
-    try:
-        module = skeleton(spec.path, spec.trust_remote_code)
-    except Exception:  # any exception: the config may have any content
+    if (module := known_skeleton(spec.path, spec.trust_remote_code)) is None:
         return
     if any(isinstance(part, nn.Conv1d) for part in module.modules()):
         raise _refused(model, ranks, "it has recurrent or convolutional layers")

@@ -20,7 +20,7 @@ from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.arithmetic import computes_bf16
 from rlhf_modeling.images.memory import prompts_working
 from rlhf_modeling.router_replay import Routers
-from rlhf_modeling.skeleton import skeleton
+from rlhf_modeling.skeleton import known_skeleton
 from torch import nn
 
 from rlhf_plugin_local.decoder import Decoder, check_model, require_agreement
@@ -105,9 +105,7 @@ class TransformersGenerator(TakesModule, Generator):
                 )
         if not spec.path:
             return
-        try:
-            module = skeleton(spec.path, spec.trust_remote_code)
-        except Exception:  # any exception: loading the model reports it better
+        if (module := known_skeleton(spec.path, spec.trust_remote_code)) is None:
             return
         limit, field = check_model(module)
         for sampling in samplings:
