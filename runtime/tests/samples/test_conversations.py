@@ -2,15 +2,17 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rlhf.interfaces import Generator, Proof, Rollout
-from rlhf.types import Row, Sampling, Turn
+from rlhf.types import Image, Row, Sampling, Turn
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
+from rlhf_runtime.observe.timeline import Slice
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
-from rlhf_runtime.samples.sample_context import SampleParts
+from rlhf_runtime.samples.sample_context import SampleContext, SampleParts, TurnLog
 from rlhf_testing.chat_templates import HERMES
 from rlhf_testing.tiny import tiny_tokenizer
 
@@ -108,6 +110,26 @@ def test_an_end_token_that_opens_the_next_message_comes_once(main, template):
     _, contexts = run(main, role_ends, end="<|user|>")
     texts = [tokenizer.decode(contexts[key].ids) for key in ("after first", "after last")]
     assert texts == [f"{role}x<|im_start|>assistant\n" for role in ("", "<|user|>")]
+
+
+def test_an_image_after_an_end_token_that_opens_its_message_keeps_its_tokens(main, template):
+    tokenizer = copy.deepcopy(template.tokenizer)
+    tokenizer.add_tokens("<|user|>", special_tokens=True)
+    role = tokenizer.convert_tokens_to_ids("<|user|>")
+    role_ends = Template(tokenizer, DataSection())
+    message = Turn([role, 5, 6, 6, 7], False, images=(Image(b"", 2, 2, [6, 6]),))
+    role_ends.observations = SimpleNamespace(encode=lambda text, closed, images: message)
+
+    async def observed(answer):
+        parts = SampleParts(Talk(), role_ends, Scorer())
+        settings = RolloutSettings(Sampling(), 1, "sample", 0, 1000, 5.0)
+        context = SampleContext(parts, (0, 0), settings, None, TurnLog(), Slice())
+        return context.encode_observation("x", (b"",), answer)
+
+    for answer, start in ((Turn([5, role], True, finish="stop"), 1), (Turn([5], True, finish="length"), 2)):
+        observation = main.run(observed(answer))
+        assert [image.start for image in observation.images] == [start]
+        assert list(observation.ids[start : start + 2]) == [6, 6]
 
 
 def test_only_turns_that_were_generated_for_the_sample_can_be_parsed(main, template):
