@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 from rlhf.errors import CheckpointError
-from rlhf_runtime.output.metrics import MetricsLog, read_metrics
+from rlhf_runtime.output.metrics import MetricsLog, read_metrics, read_series
 
 
 def test_lines_are_exact_and_in_order(tmp_path):
@@ -73,3 +73,22 @@ def test_a_resume_keeps_the_bytes_of_a_long_run_and_needs_no_memory_for_them(tmp
         tracemalloc.stop()
     assert path.read_bytes().startswith(b"".join(lines[:999]))
     assert len(read_metrics(path)) == 1000
+
+
+def test_the_numbers_of_a_long_run_need_less_memory_than_its_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": n, **{f"a/rather/long/name/{m}": n / (m + 1) for m in range(40)}} for n in range(2000)]
+    lines[7] |= {"late": 3, "a/rather/long/name/0": {"$float": "nan"}, "no/number": None}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tracemalloc.start()
+    try:
+        series = read_series(path)
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 2
+    finally:
+        tracemalloc.stop()
+    assert [*series] == [*(f"a/rather/long/name/{m}" for m in range(40)), "late", "no/number"]
+    assert [*series["late"].steps, *series["late"].values, *series["no/number"].values] == [7, 3.0]
+    assert math.isnan(series["a/rather/long/name/0"].values[7])
+    for m in range(1, 40):
+        assert [*series[f"a/rather/long/name/{m}"].values] == [n / (m + 1) for n in range(2000)]
+    assert [*read_series(path, last=9)["a/rather/long/name/1"].steps] == [*range(10)]

@@ -78,7 +78,7 @@ def summary(record: Any, folder: Path) -> dict[str, Any]:
 def _last_value(record: Any, metrics: Sequence[str]) -> float | None:
     """The value in the last line with a number for one of ``metrics``. A step that was skipped, or had nothing to learn
     from, may have none."""
-    from rlhf_runtime.report.recorded_samples import as_number
+    from rlhf_runtime.output.metrics import as_number
 
     marks = [f'"{name}"'.encode() for name in metrics]
     for number in reversed(range(len(record.lines))):

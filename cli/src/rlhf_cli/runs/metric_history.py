@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError, did_you_mean
 from rlhf_runtime.observe.progress import HEADLINE, shown_metrics
-from rlhf_runtime.output.metrics import read_metrics
-from rlhf_runtime.report.recorded_samples import as_number
+from rlhf_runtime.output.metrics import Series, read_series
 
 from rlhf_cli.runs.curves import Curve
 
@@ -31,22 +28,18 @@ class Extremes:
 
 @dataclass(frozen=True)
 class History:
-    """The lines of ``metrics.jsonl``, or why they cannot be read."""
+    """The numbers of ``metrics.jsonl``, or why they cannot be read."""
 
-    lines: Sequence[dict[str, Any]]
+    names: Mapping[str, Series]
+    """The metrics of all steps, in the order of their first appearance."""
     problem: str = ""
 
     @classmethod
     def read(cls, run: Path) -> History:
         try:
-            return cls(read_metrics(run / "metrics.jsonl"))
+            return cls(read_series(run / "metrics.jsonl"))
         except (CheckpointError, OSError) as error:
-            return cls([], str(error))
-
-    @cached_property
-    def names(self) -> dict[str, None]:
-        """The metrics of all steps, in the order of their first appearance."""
-        return {name: None for line in self.lines for name in line if name != "step"}
+            return cls({}, str(error))
 
     def headline(self, labels: Collection[str] = HEADLINE) -> list[str]:
         """The metrics of this run that are shown in a run's progress.
@@ -64,8 +57,8 @@ class History:
                 raise ConfigError(f"--metric {name}: {run} has no such metric; {hint}.{did_you_mean(name, self.names)}")
 
     def curve(self, name: str, label: str = "") -> Curve:
-        points = ((line["step"], as_number(line.get(name))) for line in self.lines)
-        return Curve(label or name, [(step, value) for step, value in points if value is not None])
+        series = self.names.get(name, Series())
+        return Curve(label or name, list(zip(series.steps, series.values, strict=True)))
 
     def extremes(self, name: str) -> Extremes | None:
         """None if no step has the metric."""

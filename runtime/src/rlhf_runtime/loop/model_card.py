@@ -17,7 +17,7 @@ from rlhf_hub.hub import hub_name
 
 from rlhf_runtime.checkpoint import read_json
 from rlhf_runtime.observe.progress import shown_metrics
-from rlhf_runtime.output.metrics import read_metrics
+from rlhf_runtime.output.metrics import Series, read_series
 
 CARD = "README.md"
 _BARS = "▁▂▃▄▅▆▇█"
@@ -39,18 +39,16 @@ def write_card(folder: Path, run: Path, role: str = "policy", steps: Sequence[in
     """
     config = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
     manifest: Any = read_json(run / "manifest.json")
-    metrics = run / "metrics.jsonl"
-    lines = list(read_metrics(metrics)) if metrics.is_file() else []
-    steps = steps or [lines[-1]["step"] if lines else 0]
-    lines = [line for line in lines if line["step"] <= steps[-1]]
-    text = "\n".join(_card(config, manifest["starts"], lines, steps, role))
+    series = read_series(run / "metrics.jsonl", steps[-1] if steps else None)
+    steps = steps or [max((s.steps[-1] for s in series.values() if s.steps), default=0)]
+    text = "\n".join(_card(config, manifest["starts"], series, steps, role))
     (folder / CARD).write_text(f"{text}\n", encoding="utf-8")
 
 
 def _card(
     config: Mapping[str, Any],
     starts: Sequence[Mapping[str, Any]],
-    lines: Sequence[Any],
+    series: Mapping[str, Series],
     steps: Sequence[int],
     role: str,
 ) -> Iterator[str]:
@@ -72,7 +70,7 @@ def _card(
         for name, source in sources.items():
             yield f"| {kind} | {_cell(public(name))} | {source['rows']:,} | `{str(source['fingerprint'])[:16]}` |"
     yield "\n## Result\n"
-    yield from _results(lines)
+    yield from _results(series)
     yield "\n## Options that differ from the defaults\n\n```text"
     # Of the first start, because a resume may read config.toml, which sets every option.
     for path in starts[0].get("options", []):
@@ -93,16 +91,16 @@ def _card(
     yield f"\nSeed {start.get('seed')}."
 
 
-def _results(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _results(series: Mapping[str, Series]) -> Iterator[str]:
     """A table of the headline metrics, with their curves."""
-    available = {name: None for line in lines for name in line}
+    available = [name for name, metric in series.items() if metric.values]
     names = [*shown_metrics(available), *sorted(name for name in available if name.startswith("eval/"))]
     if not names:
         yield "No step was recorded."
         return
     yield "| metric | first | last | curve |\n|---|---|---|---|"
     for name in dict.fromkeys(names):
-        values = [float(line[name]) for line in lines if name in line]
+        values = series[name].values
         yield f"| {name} | {values[0]:.4g} | {values[-1]:.4g} | {curve(values)} |"
 
 

@@ -4,8 +4,10 @@ after its checkpoint."""
 from __future__ import annotations
 
 import os
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,46 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """All lines of a ``metrics.jsonl``, in order. An incomplete last line (of a killed or running process) is left out.
     Raises CheckpointError if an earlier line is damaged. The error names the line."""
     return list(_lines(Path(path)))
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The numbers of one metric, in the order of the steps."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+def read_series(path: Path | str, last: int | None = None) -> dict[str, Series]:
+    """{metric: its numbers} of the lines that :func:`read_metrics` returns, with the same errors. A number takes 16
+    bytes. The lines are not kept: those of a long run take gigabytes of memory.
+
+    Args:
+        last: the step after which lines are left out; None: none is.
+    """
+    series: dict[str, Series] = {}
+    for line in _lines(Path(path)):
+        step = line.pop("step")
+        if last is not None and step > last:
+            break
+        for name, value in line.items():
+            metric = series.get(name)
+            if metric is None:
+                metric = series[name] = Series()
+            if (number := as_number(value)) is not None:
+                metric.steps.append(step)
+                metric.values.append(number)
+    return series
+
+
+def as_number(value: Any) -> float | None:
+    """``value`` as a float; None if it is not a number or too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def recorded_steps(path: Path | str) -> list[int]:

@@ -18,6 +18,7 @@ from rlhf.types import RewardResult
 from rlhf_runtime.checkpoint.saved_groups import agent_of, recorded
 from rlhf_runtime.data.image_files import image_size
 from rlhf_runtime.data.recorded_answers import RECORDED
+from rlhf_runtime.output.metrics import as_number
 from rlhf_runtime.report.run_record import RunRecord
 
 LENGTH = "length"
@@ -173,16 +174,6 @@ def draw_samples(samples: Sequence[RecordedSample], count: int, seed: int) -> li
     """``count`` samples drawn without replacement, in the order of the file. The same seed draws the same samples."""
     numbers = random.Random(seed).sample(range(len(samples)), min(count, len(samples)))
     return [samples[number] for number in sorted(numbers)]
-
-
-def as_number(value: Any) -> float | None:
-    """``value`` as a float; None if it is not a number or too large for a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
 
 
 def _sample(line: Mapping[str, Any], step: int | None) -> RecordedSample:

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_runtime.observe.progress import PHASES, shown_metrics
-from rlhf_runtime.report.recorded_samples import as_number
+from rlhf_runtime.output.metrics import as_number
 from rlhf_runtime.report.run_record import RunRecord, value_text
 
 POINTS = 2000
