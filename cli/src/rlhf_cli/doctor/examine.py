@@ -112,8 +112,7 @@ def run_plugins(request: Request) -> Finding:
     answer = ask(probes.run_plugins, argument, request.timeout)
     if answer.error:
         return Finding("run plugins", "fail", answer.error, "`rlhf train ... --dry-run` shows the whole error")
-    names = sorted({f"{item['kind']} {item['name']}" for item in answer.value["manifest"]})
-    return Finding("run plugins", "ok", ", ".join(names))
+    return Finding("run plugins", "ok", ", ".join(answer.value))
 
 
 def _plugin_findings(plugins: Plugins, entry: Entry, examination: Examination) -> Iterable[Finding]:

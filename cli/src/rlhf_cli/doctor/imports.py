@@ -53,7 +53,7 @@ def transformers(timeout: float) -> Finding:
         else:
             advice = "python -c 'import transformers' shows the whole error; reinstall transformers with pip"
         return Finding("transformers", "fail", answer.error, advice)
-    return Finding("transformers", "ok", f"{answer.value['version']}, imported in {answer.seconds:.1f} s")
+    return Finding("transformers", "ok", f"{answer.value}, imported in {answer.seconds:.1f} s")
 
 
 def torch_device(timeout: float) -> list[Finding]:

@@ -52,11 +52,10 @@ def module(argument: str, report: Report) -> None:
 
 def transformers(argument: Any, report: Report) -> None:
     """Import the classes that load models: transformers imports their dependencies only when they are accessed."""
-    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, __version__  # noqa: F401
+    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
-    classes = [transformers.AutoModelForCausalLM, transformers.AutoTokenizer, transformers.PreTrainedModel]
-    importlib.import_module("transformers.models.qwen3.modeling_qwen3")
-    report({"version": transformers.__version__, "classes": len(classes)})
+    report(__version__)
 
 
 def plugins(argument: list[list[str]], report: Report) -> None:
@@ -74,10 +73,8 @@ def plugins(argument: list[list[str]], report: Report) -> None:
 
 
 def run_plugins(argument: dict[str, Any], report: Report) -> None:
-    """The plugins of a run file, with their options checked: ``argument`` has ``path`` and ``overrides``.
-
-    Reports their manifest (kind, name, distribution, version) and the options of the launcher.
-    """
+    """The kinds and names of a run file's plugins, with their options checked: ``argument`` has ``path`` and
+    ``overrides``."""
     from rlhf.plugins import Plugins
     from rlhf_runtime.config.components import Selections, chosen_by
     from rlhf_runtime.config.load import load
@@ -93,4 +90,4 @@ def run_plugins(argument: dict[str, Any], report: Report) -> None:
         unused = offline and kind in ("rollout", "generator") and choice.use == RunFile.model_fields[kind].default.use
         if kind not in ("algorithm", "curriculum") and not path.endswith(".trainer") and not unused:
             used.append(selections[path].resolved)
-    report({"manifest": [plugin.manifest() for plugin in used], "launcher": config.launcher.options})
+    report(sorted({f"{plugin.kind} {plugin.name}" for plugin in used}))
