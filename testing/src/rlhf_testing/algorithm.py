@@ -43,8 +43,9 @@ COLUMNS = '"columns": {NAME}'
 """The entry of ``conformance`` with which an author adds a column to the rows of this suite."""
 
 
-class AlgorithmSubject(Contract):
-    """The algorithm under test, its parts and its data."""
+class AlgorithmContract(Contract):
+    """Checks assemble -> annotations -> credit -> updates -> finish. Algorithms on pairs and demonstrations pass the
+    checks of samples without a check."""
 
     kind = "algorithm"
     algorithm: Any = None
@@ -141,10 +142,6 @@ class AlgorithmSubject(Contract):
                 fine = loan.role in frozen and loan.borrower in names
                 expect(fine, f"{label} {loan}: the lender must be a language model that is not trained: {frozen}")
 
-
-class SampleChecks(AlgorithmSubject):
-    """Checks of algorithms on samples. Algorithms on pairs and demonstrations pass without a check."""
-
     def test_smallest_group(self) -> None:
         """Groups of ``group_min`` samples with equal rewards give finite credit and gradients, or no batch. Where they
         give no batch, groups of ``group_min`` samples with unequal rewards give one."""
@@ -235,55 +232,6 @@ class SampleChecks(AlgorithmSubject):
             batch = self.assemble(algorithm, groups)
             reason = "no sample has a reward" if scored else "every sample failed"
             expect(batch is None, f"{label} assemble() must return no batch when {reason}, got {type(batch)}")
-
-
-def with_longer_contexts(groups: Sequence[Group]) -> list[Group]:
-    """The same samples after longer prompts and observations; all samples of a group share the longer prompt."""
-    copies: list[Group] = copy.deepcopy(list(groups))
-    for group in copies:
-        for trajectory in group.trajectories:
-            rng = random.Random(group.trajectories[0].index[0])
-            for turn in trajectory.turns:
-                if not turn.sampled:
-                    extra_ids = [rng.randrange(1, fabricate.VOCABULARY) for _ in range(rng.randint(3, 9))]
-                    turn.ids = array("i", extra_ids) + turn.ids
-    return copies
-
-
-def with_rewards(groups: Sequence[Group], reward: float) -> list[Group]:
-    """The same samples, all with this reward."""
-    copies: list[Group] = copy.deepcopy(list(groups))
-    for trajectory in (t for group in copies for t in group.trajectories if t.reward is not None):
-        trajectory.reward = trajectory.score = reward
-        trajectory.rewards = {name: type(result)(reward) for name, result in trajectory.rewards.items()}
-    return copies
-
-
-def credited_columns(step: Step) -> dict[str, Tensor]:
-    """{column that ``credit`` added: its values in float64}. For token columns only the values under the loss mask."""
-    batch: Batch = step.batch
-    columns = {}
-    for name in sorted(step.credited):
-        values = batch.column(name)
-        columns[name] = (values[batch.tok["loss_mask"]] if name in batch.tok else values).double()
-    return columns
-
-
-def column_differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:
-    """{column: largest difference, relative to max(largest value, 1)}; infinity where the shapes differ. Only columns
-    with a difference above 1e-5."""
-    differences = {}
-    for name in sorted(a.keys() | b.keys()):
-        left, right = a.get(name), b.get(name)
-        if left is None or right is None or left.shape != right.shape:
-            differences[name] = float("inf")
-        elif left.numel():
-            differences[name] = float((left - right).abs().max()) / max(1.0, float(left.abs().max()))
-    return {name: size for name, size in differences.items() if not size <= 1e-5}
-
-
-class AlgorithmContract(SampleChecks):
-    """Checks assemble -> annotations -> credit -> updates -> finish."""
 
     def test_steps(self) -> None:
         """Whole steps run with nothing but the declared needs: roles, columns, generator log-probs, group size."""
@@ -435,6 +383,51 @@ class AlgorithmContract(SampleChecks):
                         f"{label} the update of {update.role!r} has several optimizer steps, so {dict(update.live)} "
                         "must be annotated beforehand",
                     )
+
+
+def with_longer_contexts(groups: Sequence[Group]) -> list[Group]:
+    """The same samples after longer prompts and observations; all samples of a group share the longer prompt."""
+    copies: list[Group] = copy.deepcopy(list(groups))
+    for group in copies:
+        for trajectory in group.trajectories:
+            rng = random.Random(group.trajectories[0].index[0])
+            for turn in trajectory.turns:
+                if not turn.sampled:
+                    extra_ids = [rng.randrange(1, fabricate.VOCABULARY) for _ in range(rng.randint(3, 9))]
+                    turn.ids = array("i", extra_ids) + turn.ids
+    return copies
+
+
+def with_rewards(groups: Sequence[Group], reward: float) -> list[Group]:
+    """The same samples, all with this reward."""
+    copies: list[Group] = copy.deepcopy(list(groups))
+    for trajectory in (t for group in copies for t in group.trajectories if t.reward is not None):
+        trajectory.reward = trajectory.score = reward
+        trajectory.rewards = {name: type(result)(reward) for name, result in trajectory.rewards.items()}
+    return copies
+
+
+def credited_columns(step: Step) -> dict[str, Tensor]:
+    """{column that ``credit`` added: its values in float64}. For token columns only the values under the loss mask."""
+    batch: Batch = step.batch
+    columns = {}
+    for name in sorted(step.credited):
+        values = batch.column(name)
+        columns[name] = (values[batch.tok["loss_mask"]] if name in batch.tok else values).double()
+    return columns
+
+
+def column_differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:
+    """{column: largest difference, relative to max(largest value, 1)}; infinity where the shapes differ. Only columns
+    with a difference above 1e-5."""
+    differences = {}
+    for name in sorted(a.keys() | b.keys()):
+        left, right = a.get(name), b.get(name)
+        if left is None or right is None or left.shape != right.shape:
+            differences[name] = float("inf")
+        elif left.numel():
+            differences[name] = float((left - right).abs().max()) / max(1.0, float(left.abs().max()))
+    return {name: size for name, size in differences.items() if not size <= 1e-5}
 
 
 def _optimizer_steps(updates: Sequence[Update | Snapshot]) -> Counter[str]:

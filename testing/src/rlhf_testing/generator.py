@@ -35,13 +35,102 @@ from rlhf_testing.plain import PlainAdapterTrainer, PlainTrainer
 PROMPT = (20, 21, 22)
 
 
-class SamplingChecks:
-    """A mixin of :class:`rlhf_testing.generator.GeneratorContract`, which defines the four methods declared here."""
+LOGPROB = 1e-5
+"""Allowed absolute difference between fp32 log-probs of a cached, batched decode and of a forward pass over the whole
+sequence."""
+TEMPERATURES = (0.7, 1.0, 1.3)
+PROMPTS = ((20, 21, 22), (30,), (20, 21, 22), (40, 41, 42, 43, 44, 45, 46), (9, 8))
+"""Prompts of different lengths. Equal prompts may share their prefill."""
+BUCKET_BYTES = 2**14
+LINK_SECONDS = 60.0
+"""Time after which one end of a link stops waiting for the other."""
 
-    make: Any
-    requests: Any
-    grid: Any
-    label: Any
+
+class Sampled:
+    """A generator, with the reference trainer from which it gets its weights."""
+
+    def __init__(self, generator: Any, source: PlainTrainer, decode: Any) -> None:
+        self.generator, self.source, self.decode = generator, source, decode
+
+    def turns(self, requests: Sequence[GenerationRequest], label: str) -> list[Turn]:
+        """One turn per request, in request order. Fails unless each request is answered exactly once."""
+        answers = list(self.generator.generate(requests))
+        order = sorted(n for n, _ in answers)
+        expect(
+            order == list(range(len(requests))), f"{label} {len(requests)} requests must be answered once, got {order}"
+        )
+        return [turn for _, turn in sorted(answers, key=lambda pair: pair[0])]
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """[T, V] of the plain forward pass."""
+        with torch.no_grad():
+            return self.source.logits(torch.tensor(list(ids)))
+
+    def logprobs(self, prompt: Sequence[int], ids: Sequence[int], temperature: float) -> Tensor:
+        """[T, V] log-probs of the distributions that the sampled tokens were drawn from, before any truncation."""
+        rows = self.logits([*prompt, *ids])[len(prompt) - 1 : -1]
+        return torch.log_softmax(rows / temperature, 1)
+
+
+class GeneratorContract(ModuleChecks, Contract):
+    """Checks log-probs against the reference, seeds, batching, stops and budgets, and that the trainer is not
+    changed."""
+
+    kind = "generator"
+    generator: Any = None
+    architectures: Sequence[str] = ("qwen3",)
+    """Model types of transformers to check."""
+    sizes: Mapping[str, int] = {}
+    """Sizes of the tiny models, if the generator's kernels need particular ones: ``{"head_dim": 32}``."""
+
+    def path(self, architecture: str = "", seed: int = 0) -> Path:
+        """The folder of the tiny model that :meth:`make` samples from."""
+        return model_path(architecture or self.architectures[0], seed=seed, **self.sizes)
+
+    def make(
+        self,
+        config: Any,
+        *,
+        eos: Sequence[int] = (1,),
+        architecture: str = "",
+        seed: int = 0,
+        adapters: LowRankAdapters | None = None,
+    ) -> Sampled:
+        """A loaded generator. Override it for a generator that needs more than weights (a model path, a server). With
+        ``adapters``, which go into the spec, the source is a ``PlainAdapterTrainer``."""
+        from transformers import AutoTokenizer
+
+        path = str(self.path(architecture, seed))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+
+        def decode(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+        generator = self.cls(config, GeneratorSpec(tuple(eos), decode, path, "fp32", max_tokens=256, adapters=adapters))
+        model = ModelSpec(RoleSpec("policy"), path, dtype="fp32")
+        source = PlainTrainer(None, model) if adapters is None else PlainAdapterTrainer(None, model)
+        sampled = Sampled(generator, source, decode)
+        self.load(sampled, 0)
+        return sampled
+
+    def load(self, sampled: Sampled, version: int) -> Any:
+        """Load the source's weights into the generator, by the ability that it has."""
+        if issubclass(self.cls, TakesModule):
+            return sampled.generator.load(sampled.source, version)
+        sampled.generator.begin_load(version)
+        view = PARTS if isinstance(sampled.source, PlainAdapterTrainer) else "live"
+        for bucket in sampled.source.buckets(view, BUCKET_BYTES):
+            sampled.generator.take(bucket)
+        [proof, *_] = sampled.generator.end_load()
+        return proof
+
+    def build(self, config: Any) -> Any:
+        return self.make(config).generator
+
+    def requests(self, sampling: Sampling, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[GenerationRequest]:
+        return [GenerationRequest(tuple(p), 100 + n, sampling) for n, p in enumerate(prompts)]
+
+    # ------------------------------------------------------------------------------------- checks
 
     def test_seeds(self) -> None:
         """Equal seeds give bit-equal samples in a fresh generator, whatever the global random state is. Different seeds
@@ -176,111 +265,13 @@ class SamplingChecks:
                 request = GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True, stop=(text,)))
                 self._expect_end(s.turns([request], label)[0], free.ids[:count], f"{label} stop = ({text!r},)")
 
-    def _expect_end(self, turn: Turn, ids: list[int], label: str) -> None:
+    def _expect_end(self, turn: Turn, ids: Sequence[int], label: str) -> None:
         expect(turn.ids == ids, f"{label} must end the turn as {ids} (it belongs to the turn), got {turn.ids}")
         expect(turn.finish == "stop", f"{label} must finish as 'stop', got {turn.finish!r}")
         expect(
             turn.logprobs is not None and len(turn.logprobs) == len(ids),
             f"{label} drops the log-prob of the last token",
         )
-
-
-LOGPROB = 1e-5
-"""Allowed absolute difference between fp32 log-probs of a cached, batched decode and of a forward pass over the whole
-sequence."""
-TEMPERATURES = (0.7, 1.0, 1.3)
-PROMPTS = ((20, 21, 22), (30,), (20, 21, 22), (40, 41, 42, 43, 44, 45, 46), (9, 8))
-"""Prompts of different lengths. Equal prompts may share their prefill."""
-BUCKET_BYTES = 2**14
-LINK_SECONDS = 60.0
-"""Time after which one end of a link stops waiting for the other."""
-
-
-class Sampled:
-    """A generator, with the reference trainer from which it gets its weights."""
-
-    def __init__(self, generator: Any, source: PlainTrainer, decode: Any) -> None:
-        self.generator, self.source, self.decode = generator, source, decode
-
-    def turns(self, requests: Sequence[GenerationRequest], label: str) -> list[Turn]:
-        """One turn per request, in request order. Fails unless each request is answered exactly once."""
-        answers = list(self.generator.generate(requests))
-        order = sorted(n for n, _ in answers)
-        expect(
-            order == list(range(len(requests))), f"{label} {len(requests)} requests must be answered once, got {order}"
-        )
-        return [turn for _, turn in sorted(answers, key=lambda pair: pair[0])]
-
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """[T, V] of the plain forward pass."""
-        with torch.no_grad():
-            return self.source.logits(torch.tensor(list(ids)))
-
-    def logprobs(self, prompt: Sequence[int], ids: Sequence[int], temperature: float) -> Tensor:
-        """[T, V] log-probs of the distributions that the sampled tokens were drawn from, before any truncation."""
-        rows = self.logits([*prompt, *ids])[len(prompt) - 1 : -1]
-        return torch.log_softmax(rows / temperature, 1)
-
-
-class GeneratorContract(ModuleChecks, SamplingChecks, Contract):
-    """Checks log-probs against the reference, seeds, batching, stops and budgets, and that the trainer is not
-    changed."""
-
-    kind = "generator"
-    generator: Any = None
-    architectures: Sequence[str] = ("qwen3",)
-    """Model types of transformers to check."""
-    sizes: Mapping[str, int] = {}
-    """Sizes of the tiny models, if the generator's kernels need particular ones: ``{"head_dim": 32}``."""
-
-    def path(self, architecture: str = "", seed: int = 0) -> Path:
-        """The folder of the tiny model that :meth:`make` samples from."""
-        return model_path(architecture or self.architectures[0], seed=seed, **self.sizes)
-
-    def make(
-        self,
-        config: Any,
-        *,
-        eos: Sequence[int] = (1,),
-        architecture: str = "",
-        seed: int = 0,
-        adapters: LowRankAdapters | None = None,
-    ) -> Sampled:
-        """A loaded generator. Override it for a generator that needs more than weights (a model path, a server). With
-        ``adapters``, which go into the spec, the source is a ``PlainAdapterTrainer``."""
-        from transformers import AutoTokenizer
-
-        path = str(self.path(architecture, seed))
-        tokenizer = AutoTokenizer.from_pretrained(path)
-
-        def decode(ids: Sequence[int]) -> str:
-            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
-
-        generator = self.cls(config, GeneratorSpec(tuple(eos), decode, path, "fp32", max_tokens=256, adapters=adapters))
-        model = ModelSpec(RoleSpec("policy"), path, dtype="fp32")
-        source = PlainTrainer(None, model) if adapters is None else PlainAdapterTrainer(None, model)
-        sampled = Sampled(generator, source, decode)
-        self.load(sampled, 0)
-        return sampled
-
-    def load(self, sampled: Sampled, version: int) -> Any:
-        """Load the source's weights into the generator, by the ability that it has."""
-        if issubclass(self.cls, TakesModule):
-            return sampled.generator.load(sampled.source, version)
-        sampled.generator.begin_load(version)
-        view = PARTS if isinstance(sampled.source, PlainAdapterTrainer) else "live"
-        for bucket in sampled.source.buckets(view, BUCKET_BYTES):
-            sampled.generator.take(bucket)
-        [proof, *_] = sampled.generator.end_load()
-        return proof
-
-    def build(self, config: Any) -> Any:
-        return self.make(config).generator
-
-    def requests(self, sampling: Sampling, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[GenerationRequest]:
-        return [GenerationRequest(tuple(p), 100 + n, sampling) for n, p in enumerate(prompts)]
-
-    # ------------------------------------------------------------------------------------- checks
 
     def test_turns(self) -> None:
         """Each request is answered once, by a complete sampled turn that names the version of its weights."""
