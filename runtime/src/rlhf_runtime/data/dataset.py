@@ -22,7 +22,7 @@ from rlhf_runtime.data.loading import load_source
 from rlhf_runtime.data.ranked_pairs import all_pairs
 from rlhf_runtime.data.row_images import NO_IMAGES, has_images
 from rlhf_runtime.data.row_order import CurriculumOrder, RowOrder, UsableRows
-from rlhf_runtime.data.row_rules import RowVerdict, check_labels, judge
+from rlhf_runtime.data.row_rules import RowVerdict, check_example, check_labels, check_prompt
 from rlhf_runtime.data.source_layouts import set_layouts
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
@@ -193,8 +193,26 @@ class TrainData:
         return [row for _, rows in of_sources for row in itertools.islice(rows, limit)]
 
     def judge(self, row: Row, answered: bool = False) -> RowVerdict:
-        """Whether a row can be used, and its tokens (:func:`rlhf_runtime.data.row_rules.judge`). Changes no counter."""
-        return judge(row, self.form, self.template, self.section, answered)
+        """Whether a row can be used, and its tokens. Changes no counter.
+
+        Args:
+            answered: form ``prompts``: the row's answer must be usable too.
+        """
+        template, section = self.template, self.section
+        try:
+            if self.form == "prompts":
+                tokens = len(template.encode_prompt(row).ids)
+                long = check_prompt(tokens, section)
+                if answered and not long:
+                    example = template.encode_demonstration(row)
+                    long, tokens = check_example(example, section), len(example.sequences[0].ids)
+                    template.answer_span(row, example.sequences[0])
+                return RowVerdict("too_long" if long else "", long, tokens=tokens)
+            example = template.encode(self.form, row)
+            long = check_example(example, section)
+        except DataError as error:
+            return RowVerdict("bad_rows", str(error), error=error)
+        return RowVerdict("too_long" if long else "", long, example, tokens=max(len(s.ids) for s in example.sequences))
 
     def judged(self) -> Iterator[tuple[Row, RowVerdict]]:
         """The training rows in the order of a run, without an end, those among them that are not used too. Changes no

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf.errors import DataError, brief
-from rlhf.types import DataForm, Row
 from rlhf.types.examples import Example
 
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.row_fields import as_label
 from rlhf_runtime.data.sources import Source
-from rlhf_runtime.data.template import Template
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +28,6 @@ class RowVerdict:
     error: DataError | None = None
     tokens: int = 0
     """Number of tokens of its longest sequence."""
-
-
-def judge(row: Row, form: DataForm, template: Template, section: DataSection, answered: bool = False) -> RowVerdict:
-    """Whether a row can be used, and its tokens.
-
-    Args:
-        answered: form ``prompts``: the row's answer must be usable too.
-    """
-    try:
-        if form == "prompts":
-            tokens = len(template.encode_prompt(row).ids)
-            long = check_prompt(tokens, section)
-            if answered and not long:
-                example = template.encode_demonstration(row)
-                long, tokens = check_example(example, section), len(example.sequences[0].ids)
-                template.answer_span(row, example.sequences[0])
-            return RowVerdict("too_long" if long else "", long, tokens=tokens)
-        example = template.encode(form, row)
-        long = check_example(example, section)
-    except DataError as error:
-        return RowVerdict("bad_rows", str(error), error=error)
-    return RowVerdict("too_long" if long else "", long, example, tokens=max(len(s.ids) for s in example.sequences))
 
 
 def check_prompt(tokens: int, section: DataSection) -> str:
