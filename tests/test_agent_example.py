@@ -46,10 +46,10 @@ def test_the_page_says_how_many_held_out_questions_are_in_the_training_data(tmp_
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("held_out", "tasks", "demonstrations")
     )
-    said = {tuple(m["content"] for m in row["messages"] if m["content"]) for row in demonstrations}
+    conversations = {tuple(m["content"] for m in row["messages"] if m["content"]) for row in demonstrations}
     texts = [(task["prompt"], *task["catalogue"].values(), task["price"]) for task in held_out]
-    answered = [text for text in texts if text in said]
-    assert {len(text) for text in answered} == {3}, "a chain of one item"
-    asked = sum(task in tasks for task in held_out)
-    counts = f"{asked} of the {len(held_out)} are also training questions, and demonstrations answer {len(answered)}"
+    solutions = [text for text in texts if text in conversations]
+    assert {len(text) for text in solutions} == {3}, "a chain of one item"
+    repeats = sum(task in tasks for task in held_out)
+    counts = f"{repeats} of the {len(held_out)} are also training questions, and demonstrations answer {len(solutions)}"
     assert counts in (ROOT / "examples/agent/README.md").read_text()
