@@ -11,7 +11,7 @@ from rlhf.process_memory import peak_memory
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.models.precompute import PrecomputedRole
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.output.metrics import TIME
+from rlhf_runtime.output.metrics import TIME, step_seconds
 from rlhf_runtime.samples.sampling import Sampler
 
 DRIVER = "driver"
@@ -67,7 +67,7 @@ class Throughput:
 
     def _rates(self, times: Metrics) -> Metrics:
         metrics, work = Metrics(), self._policy.take_work()
-        seconds = times[f"{TIME}step"] - times.get(f"{TIME}evaluate", 0.0)
+        seconds = step_seconds(times)
         if work.tokens:
             rate, devices = work.tokens / seconds, self._devices("policy")
             metrics |= {"throughput/trained": rate, "throughput/trained_per_device": rate / devices}

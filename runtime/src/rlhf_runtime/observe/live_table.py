@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rlhf_runtime.observe.sample_lines import printable
-from rlhf_runtime.output.metrics import TIME
+from rlhf_runtime.output.metrics import TIME, step_seconds
 
 REFRESH = 0.25
 """Seconds between two pictures."""
@@ -187,7 +187,7 @@ class LiveTable:
             yield line
 
     def _times(self) -> str:
-        seconds = self._last.get(f"{TIME}step", 0.0) - self._last.get(f"{TIME}evaluate", 0.0)
+        seconds = step_seconds(self._last)
         if seconds <= 0:
             return ""
         spent = {phase: self._last.get(f"{TIME}{phase}", 0.0) for phase in PARTS_OF_A_STEP}

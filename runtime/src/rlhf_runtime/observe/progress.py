@@ -23,7 +23,7 @@ from rlhf.types import Group
 from rlhf_runtime.checkpoint.json_values import dumps
 from rlhf_runtime.observe.live_table import LiveTable
 from rlhf_runtime.observe.sample_lines import best_and_worst, printable, sample_lines
-from rlhf_runtime.output.metrics import TIME
+from rlhf_runtime.output.metrics import step_seconds
 
 Show = Literal["all", "quiet", "json"]
 HEADLINE: Mapping[str, tuple[str, ...]] = {
@@ -305,11 +305,6 @@ def labelled_metrics(names: Collection[str], headline: Mapping[str, tuple[str, .
             if rest in choices and member != "reward":
                 metrics[f"{member} reward"] = name
     return metrics
-
-
-def step_seconds(metrics: Mapping[str, float], default: float) -> float:
-    """The time of a step without its evaluation, from its line. ``default``: used if the line has no times."""
-    return metrics.get(f"{TIME}step", default) - metrics.get(f"{TIME}evaluate", 0.0)
 
 
 def _number(value: float) -> str:

@@ -24,6 +24,11 @@ MEASURED = (TIME, "throughput/", "memory/")
 reproducible."""
 
 
+def step_seconds(metrics: Mapping[str, float], default: float = 0.0) -> float:
+    """The time of a step without its evaluation, from its line. ``default``: used if the line has no times."""
+    return metrics.get(f"{TIME}step", default) - metrics.get(f"{TIME}evaluate", 0.0)
+
+
 class MetricsLog:
     """Appends ``{"step": 12, "reward/mean": 0.5, ...}``. NaN and infinity are kept as ``{"$float": "nan"}``."""
 
