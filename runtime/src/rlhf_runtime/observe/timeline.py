@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, get_args
 
 Kind = Literal["driver", "samples", "rewards", "events"]
 
@@ -64,7 +64,7 @@ class Timeline:
 NO_TIMELINE = Timeline()
 
 
-KINDS: tuple[Kind, ...] = ("driver", "samples", "rewards", "events")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 """The viewers list the tracks of one kind together, as one process."""
 INTERVAL = 1.0
 """Seconds between two writes to the file."""
