@@ -53,7 +53,7 @@ def end(pid: int) -> None:
 
 
 def ignore_stops() -> None:
-    """Ignore the signals that ask a process to stop. For workers, which the driver ends: `ray job stop` sends SIGTERM
+    """Ignore the signals that ask a process to stop. For workers, which the driver ends: a job server may send SIGTERM
     to the driver and to all its descendants, and the driver still needs them for its step. Processes that this one
     starts or forks do not ignore the signals."""
     process_id = os.getpid()
