@@ -9,6 +9,7 @@ import pytest
 import tomli_w
 from rlhf.plugins import Plugins
 from rlhf_runtime.config.components import dumped
+from rlhf_runtime.config.flag_values import read
 
 from tests.continuous import simulated
 from tests.runs import Finished, Workshop, merged
@@ -90,7 +91,7 @@ def test_a_run_of_other_plugins_is_replayed_here(shop: Workshop, options: dict[s
     for kind, use, section in (("launcher", "ray", options), ("trainer", trainer, config["trainer"])):
         cls = plugins.resolve(kind, use).cls
         values = {key: value for key, value in section.items() if key in cls.Config.model_fields}
-        config[kind] = {"use": use, **dumped(cls.Config(**values))}
+        config[kind] = {"use": use, **dumped(cls.Config(**read(cls.Config, values)))}
     file.write_text(tomli_w.dumps(config))
     rerun = replay(shop, run, "--launcher.use", "local", "--trainer.use", "torch")
     assert rerun.code == 0, rerun.said
