@@ -464,24 +464,18 @@ def test_an_environment_that_never_ends(shop: Workshop) -> None:
 UNDECLARED = """
 from rlhf.interfaces import Algorithm, Slot
 from rlhf.ops.rows import pack_rows
-from rlhf.types import Annotation, Needs, RoleSpec, Update
+from rlhf.types import Annotation
 
 class Undeclared(Algorithm):
     name = "undeclared"
     data = "demonstrations"
     slots = {"loss": Slot("loss", "nll")}
 
-    def needs(self):
-        return Needs(roles=(RoleSpec("policy", trained=True),))
-
     def assemble(self, examples):
         return pack_rows(examples), {}
 
     def annotations(self, step):
         return [Annotation("reference", "logprobs", "ref_logprobs")] if step >= FROM else []
-
-    def updates(self, step, batch=None):
-        return [Update("policy", "loss")]
 """
 
 

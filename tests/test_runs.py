@@ -424,7 +424,6 @@ def test_epochs_determine_the_number_of_steps(shop: Workshop) -> None:
 LEAVES_OUT_ZERO = """
 from rlhf.interfaces import Algorithm, Slot
 from rlhf.ops.rows import pack_rows
-from rlhf.types import Needs, RoleSpec, Update
 
 
 class LeavesOutZero(Algorithm):
@@ -432,15 +431,9 @@ class LeavesOutZero(Algorithm):
     data = "demonstrations"
     slots = {"loss": Slot("loss", "nll")}
 
-    def needs(self):
-        return Needs((RoleSpec("policy", trained=True),))
-
     def assemble(self, examples):
         kept = [example for example in examples if example.row["answer"] != "0"]
         return pack_rows(kept), {"rows/left_out": float(len(examples) - len(kept))}
-
-    def updates(self, step, batch=None):
-        return [Update("policy", "loss")]
 """
 
 

@@ -148,9 +148,6 @@ class Contextual(Algorithm):
     def annotations(self, step):
         return [Annotation("reference", CONTEXT, "ref_context")]
 
-    def updates(self, step, batch=None):
-        return [Update("policy", "loss")]
-
 
 class TestContextual(AlgorithmContract):
     """``prepare`` sums the annotated column over all tokens: positions outside its own mask were zeroed."""
@@ -189,15 +186,9 @@ class Imitation(Algorithm):
     data = "demonstrations"
     slots = {"loss": Slot("loss", "nll")}
 
-    def needs(self):
-        return Needs((RoleSpec("policy", trained=True),))
-
     def assemble(self, examples):
         units = [UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}) for s in e.sequences]) for e in examples]
         return pack(units), {}
-
-    def updates(self, step, batch=None):
-        return [Update("policy", "loss")]
 
 
 class TestImitation(AlgorithmContract):

@@ -22,7 +22,7 @@ ROWS = {
 }
 THIRD_PARTY = '''
 from rlhf.interfaces import Algorithm, ComponentConfig
-from rlhf.types import Needs, RoleSpec, Update
+from rlhf.types import Needs, RoleSpec
 
 class Copying(Algorithm):
     """Learns to copy."""
@@ -41,9 +41,6 @@ class Copying(Algorithm):
 
     def assemble(self, examples):
         return None, {}
-
-    def updates(self, step, batch=None):
-        return [Update("policy", "loss")]
 '''
 
 

@@ -13,7 +13,11 @@ from rlhf.types import Row
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_algorithms.pair_learning import PairLearning
-from rlhf_algorithms.pairs import hinge_loss, logistic_loss, pack_pairs, pair_metrics
+from rlhf_algorithms.pairs import hinge_loss, logistic_loss, pair_metrics
+
+
+class Pairs(PairLearning):
+    name = "pairs"
 
 
 def pair(*masks: list[bool]) -> Example:
@@ -21,7 +25,7 @@ def pair(*masks: list[bool]) -> Example:
 
 
 def test_pairs_become_units():
-    batch = pack_pairs([pair([False, True], [False, True, True]), pair([False, True], [False, False, True])])
+    batch, _ = Pairs().assemble([pair([False, True], [False, True, True]), pair([False, True], [False, False, True])])
     assert (batch.unit_B.tolist(), batch.role_B.tolist()) == ([0, 0, 1, 1], [0, 1, 0, 1])
     assert batch.tok["loss_mask"].tolist() == [False, True, False, True, True, False, True, False, False, True]
 
@@ -29,12 +33,8 @@ def test_pairs_become_units():
 def test_a_pair_with_an_empty_answer_is_left_out():
     full, half = pair([False, True], [False, True]), pair([False, True], [False, False])
     first = pair([True], [False, True])  # nothing predicts a first token
-    assert pack_pairs([half, full, first]).units == 1
-    assert pack_pairs([half, first]) is None
-
-
-class Pairs(PairLearning):
-    name = "pairs"
+    assert Pairs().assemble([half, full, first])[0].units == 1
+    assert Pairs().assemble([half, first])[0] is None
 
 
 def test_an_algorithm_counts_what_is_left_out_and_needs_only_a_policy():
@@ -48,7 +48,7 @@ def test_an_algorithm_counts_what_is_left_out_and_needs_only_a_policy():
 
 def test_a_margin_becomes_a_column():
     rows = [replace(pair([False, True], [False, True]), values={"margin": m}) for m in (0.5, 2.0)]
-    assert pack_pairs(rows).unit["margin"].tolist() == [0.5, 2.0]
+    assert Pairs().assemble(rows)[0].unit["margin"].tolist() == [0.5, 2.0]
 
 
 def test_losses_by_hand():

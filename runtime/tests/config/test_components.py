@@ -13,7 +13,7 @@ from rlhf.errors import ConfigError, PluginError, PluginNotFound
 from rlhf.interfaces import Advantage, Algorithm, ComponentConfig, Loss, Reward, Slot, Trainer
 from rlhf.plugins import Plugins
 from rlhf.plugins.registration import abstract_methods
-from rlhf.types import Needs, RewardResult, RoleSpec
+from rlhf.types import RewardResult
 from rlhf_runtime.config.components import Selections, build_algorithm, component_config, select, select_algorithm
 from rlhf_runtime.config.flag_values import PythonValue
 from rlhf_runtime.config.load import load, to_toml
@@ -89,14 +89,8 @@ class Algo(Algorithm):
     class Config(ComponentConfig):
         kl: float = 0.0
 
-    def needs(self):
-        return Needs((RoleSpec("policy", trained=True),))
-
     def assemble(self, examples):
         return None, {}
-
-    def updates(self, step, batch=None):
-        return []
 
 
 class Failing(Reward):

@@ -11,7 +11,7 @@ from rlhf.interfaces.advantage import Advantage
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.tokens import Tokens
-from rlhf.types import Annotation, DataForm, Group, Needs, OnlineShape, RunOptions, Snapshot, Update
+from rlhf.types import Annotation, DataForm, Group, Needs, OnlineShape, RoleSpec, RunOptions, Snapshot, Update
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
@@ -65,10 +65,10 @@ class Algorithm(Component, Generic[Examples]):
         self.parts: dict[str, Any] = dict(parts or {})
         self.run = run or RunOptions()
 
-    @abstractmethod
     def needs(self) -> Needs:
         """Requirements on the run: roles, samples per group, log-probs of the generator. They depend only on the config
-        and the parts."""
+        and the parts. Default: a policy that is trained."""
+        return Needs((RoleSpec("policy", trained=True),))
 
     def use_tokens(self, tokens: Tokens) -> None:
         """Called once, before a model is loaded, with the policy's tokenizer. Raises ConfigError if an option names a
@@ -108,15 +108,16 @@ class Algorithm(Component, Generic[Examples]):
         the unchanged batch."""
         return batch, {}
 
-    @abstractmethod
     def updates(self, step: int, batch: Batch | None = None) -> Sequence[Update | Snapshot]:
-        """What is trained in step ``step`` (from 0), in order.
+        """What is trained in step ``step`` (from 0), in order. Default: one optimizer step of the policy on the whole
+        batch, by the loss in the slot ``loss``.
 
         Args:
             batch: the result of ``credit``. None before the run: the runtime then calls this for every step and plans
                 the learning rates from the number of optimizer steps. Answer for a full batch. A smaller batch may have
                 fewer minibatches; the learning-rate schedule goes on as planned.
         """
+        return [Update("policy", "loss")]
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         """Called after the updates of a step: adapt coefficients. Returns further metrics.

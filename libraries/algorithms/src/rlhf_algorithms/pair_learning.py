@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rlhf.interfaces.algorithm import Algorithm
 from rlhf.interfaces.loss import Loss
-from rlhf.types import LossOutput, Needs, Reduce, RoleSpec, Snapshot, Update
+from rlhf.types import DataForm, LossOutput, Reduce
 from rlhf.types.examples import Example
 
 if TYPE_CHECKING:
@@ -26,32 +26,26 @@ class PairLearning(Algorithm[Example]):
             name = "mine"
             slots = {"loss": Slot("loss", "mine")}
 
+    For a reference, override ``needs`` and ``annotations``.
+
     A unit is a pair: a sequence of role 0 (chosen) and one of role 1 (rejected). If ``data.margin`` names a column,
     losses with ``margin`` among their ``columns()`` read it, one number per pair. A pair is left out and counted
     (metric ``pairs/left_out``) if one of its answers has no token to train on. The log-prob of such an answer would be
     0 for every policy.
     """
 
-    data = "pairs"
-
-    def needs(self) -> Needs:
-        """The policy only. For a reference, override this method and ``annotations``."""
-        return Needs((RoleSpec("policy", trained=True),))
+    data: ClassVar[DataForm] = "pairs"
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
-        """Pack the pairs (:func:`rlhf_algorithms.pairs.pack_pairs`) and count the pairs that were left out."""
+        """Pack the pairs and count the pairs that were left out."""
         # Imported here, because it needs torch, and most users of a base class do not.
-        from rlhf_algorithms.pairs import pack_pairs
+        from rlhf.ops.rows import pack_rows
 
-        batch = pack_pairs(examples)
+        batch = pack_rows(examples, all)
         if batch is None:
             return None, {}
         left_out = len(examples) - batch.units
         return batch, {"pairs/left_out": float(left_out)} if left_out else {}
-
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
-        """One optimizer step of the policy on all pairs."""
-        return [Update("policy", "loss")]
 
 
 class ContrastLoss(Loss):

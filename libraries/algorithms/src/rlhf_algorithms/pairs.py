@@ -1,4 +1,4 @@
-"""Pairs of answers to one prompt: packing rows as units, losses of a margin, and metrics of pairs.
+"""Pairs of answers to one prompt: losses of a margin, and metrics of pairs.
 
 Columns of the batch that :class:`~rlhf_algorithms.pair_learning.PairLearning` makes, before any annotation:
 
@@ -16,28 +16,12 @@ Shape suffixes: U units (a chosen sequence of role 0 and a rejected one of role 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from rlhf.ops.batch import Batch
-from rlhf.ops.rows import pack_rows
 from rlhf.types import Level
 from torch import Tensor
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from rlhf.types.examples import Example
-
-
-def pack_pairs(examples: Sequence[Example]) -> Batch | None:
-    """Units of a chosen and a rejected sequence, with the token column ``loss_mask`` and, if ``data.margin`` names a
-    column, the unit column ``margin`` (float64). None if no pair is left.
-
-    A pair is left out if one of its answers has no trained token, because the margin is then meaningless. A sequence's
-    first token does not count, because no output predicts it.
-    """
-    return pack_rows(examples, all)
 
 
 def logistic_loss(margin_U: Tensor, label_smoothing: float = 0.0) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, model_validator
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Slot, Tokens
-from rlhf.types import Needs, RoleSpec, RunOptions, Update
+from rlhf.types import Needs, RoleSpec
 from rlhf.types.examples import Example
 
 from rlhf_plugin_prm.heads import CLASSES, RIGHT_TOKEN, STEP_END, WRONG_TOKEN, step_logits
@@ -49,14 +49,8 @@ class ProcessRewardModel(Algorithm[Example]):
     slots = {"loss": Slot("loss", "step_labels")}
     Config = ProcessRewardModelConfig
 
-    def __init__(
-        self,
-        config: ComponentConfig | None = None,
-        parts: Mapping[str, Any] | None = None,
-        run: RunOptions | None = None,
-    ) -> None:
-        super().__init__(config, parts, run)
-        self._labels: dict[str, int] = {}
+    _labels: Mapping[str, int] = {}
+    """{key of an exported ``config.json``: id of the label token}, for ``head = "lm"``."""
 
     def needs(self) -> Needs:
         head = "lm" if self.config.head == "lm" else CLASSES
@@ -92,9 +86,6 @@ class ProcessRewardModel(Algorithm[Example]):
             if labels:
                 units.append(UnitData([SequenceData(sequence.ids, tok, images=sequence.images)]))
         return pack(units) if units else None, {}
-
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
-        return [Update("policy", "loss")]
 
     def model_config(self) -> dict[str, Any]:
         """The meaning of the labels, written to ``config.json`` of exported models."""

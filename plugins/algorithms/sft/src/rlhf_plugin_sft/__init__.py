@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
-from rlhf.types import Head, LossOutput, Needs, Reduce, RoleSpec, Update
+from rlhf.types import Head, LossOutput, Reduce
 from rlhf.types.examples import Example
 
 if TYPE_CHECKING:
@@ -101,16 +101,10 @@ class SFT(Algorithm[Example]):
     data = "demonstrations"
     slots = {"loss": Slot("loss", "nll")}
 
-    def needs(self) -> Needs:
-        return Needs((RoleSpec("policy", trained=True),))
-
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         from rlhf.ops.rows import pack_rows
 
         return pack_rows(examples), {}
-
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
-        return [Update("policy", "loss")]
 
 
 @hookimpl
