@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
-from rlhf.types import LossOutput, Needs, Reduce, RoleSpec, RunOptions, Update
+from rlhf.types import LossOutput, Needs, Reduce, RoleSpec
 from rlhf.types.examples import Example
 
 if TYPE_CHECKING:
@@ -41,15 +40,12 @@ class RewardModel(Algorithm[Example]):
     slots = {"loss": Slot("loss", "pairwise")}
     Config = RewardModelConfig
 
-    def __init__(
-        self,
-        config: ComponentConfig | None = None,
-        parts: Mapping[str, Any] | None = None,
-        run: RunOptions | None = None,
-    ) -> None:
-        super().__init__(config, parts, run)
-        self._training = Moments(self.config.moments_decay)
-        self._held_out: dict[str, float] = {}
+    _moments: Mapping[str, float] = {"weight": 0.0, "first": 0.0, "second": 0.0}
+    """Sums over the steps, each step multiplying the earlier ones by ``moments_decay``: of the weights, of the mean
+    scores and of the mean squared scores. Dividing by the sum of the weights removes the bias of the first steps, as in
+    Adam."""
+    _held_out: Mapping[str, float] = {}
+    """The :func:`figures` of the last evaluation; empty before one."""
 
     def needs(self) -> Needs:
         return Needs((RoleSpec("policy", head="scalar", trained=True),))
@@ -61,12 +57,12 @@ class RewardModel(Algorithm[Example]):
         # An answer without a token has a score too. Only pairs of two bare prompts are left out.
         return pack_rows(examples), {}
 
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
-        return [Update("policy", "loss")]
-
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         if "policy/score_mean" in metrics:  # absent if the step was skipped, or with another loss
-            self._training.add(metrics["policy/score_mean"], metrics["policy/score_square"])
+            decay = self.config.moments_decay
+            mean, square = metrics["policy/score_mean"], metrics["policy/score_square"]
+            moments = {"weight": 1.0, "first": mean, "second": square}
+            self._moments = {name: decay * self._moments[name] + (1 - decay) * moments[name] for name in moments}
         return {}
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
@@ -74,13 +70,16 @@ class RewardModel(Algorithm[Example]):
             self._held_out = figures(metrics["eval/score_mean"], metrics["eval/score_square"])
 
     def model_config(self) -> dict[str, Any]:
-        return dict(self._held_out) or self._training.figures()
+        if self._held_out:
+            return dict(self._held_out)
+        weight, first, second = self._moments.values()
+        return figures(first / weight, second / weight) if weight else {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"training": self._training.state_dict(), "held_out": dict(self._held_out)}
+        return {"training": dict(self._moments), "held_out": dict(self._held_out)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._training.load_state_dict(state["training"])
+        self._moments = {name: float(state["training"][name]) for name in self._moments}
         self._held_out = dict(state["held_out"])
 
 
@@ -149,36 +148,6 @@ class PairwiseLoss(Loss):
                 "score_square": ("sequence", scores_S.square()),
             },
         )
-
-
-@dataclass(slots=True)
-class Moments:
-    """Running averages of a score and its square.
-
-    Exponential moving averages: a step's averages have weight 1 - ``decay``, and earlier ones are multiplied by
-    ``decay``. The sums are divided by the sum of the weights, which removes the bias of the first steps, as in Adam.
-    """
-
-    decay: float
-    weight: float = 0.0
-    first: float = 0.0
-    second: float = 0.0
-
-    def add(self, mean: float, square: float) -> None:
-        """One step's mean score and mean squared score."""
-        self.weight = self.decay * self.weight + (1 - self.decay)
-        self.first = self.decay * self.first + (1 - self.decay) * mean
-        self.second = self.decay * self.second + (1 - self.decay) * square
-
-    def figures(self) -> dict[str, float]:
-        """``mean`` and ``std`` (population); empty before the first step."""
-        return figures(self.first / self.weight, self.second / self.weight) if self.weight else {}
-
-    def state_dict(self) -> dict[str, float]:
-        return {name: value for name, value in asdict(self).items() if name != "decay"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.weight, self.first, self.second = (float(state[name]) for name in ("weight", "first", "second"))
 
 
 def figures(mean: float, square: float) -> dict[str, float]:
