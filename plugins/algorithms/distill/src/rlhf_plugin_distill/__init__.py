@@ -11,6 +11,7 @@ from rlhf import hookimpl
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
 from rlhf.types import Annotation, Group, Head, Lent, Needs, RoleSpec, RunOptions, Snapshot, Update
+from rlhf.types.examples import Example
 from rlhf_algorithms.policy_gradient_config import TeacherConfig, TeacherModelConfig
 from rlhf_algorithms.teacher import Teacher
 
@@ -20,7 +21,6 @@ from rlhf_plugin_distill.loss import Distill
 if TYPE_CHECKING:
     from rlhf.interfaces.tokens import Tokens
     from rlhf.ops.batch import Batch
-    from rlhf.types.examples import Example
     from torch import Tensor
 
 
@@ -28,29 +28,16 @@ def _in_bf16(hidden_CH: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> 
     return hidden_CH.bfloat16()
 
 
-class _Distillation(Algorithm[Any]):
-    """A policy, a frozen teacher, and the teacher's hidden states at the tokens under the loss mask."""
-
-    class Config(ComponentConfig):
-        hidden: Literal["fp32", "bf16"] = "fp32"
-        """Precision in which the teacher's hidden states are kept and sent: 4 or 2 bytes x tokens x hidden size."""
-
-    def needs(self) -> Needs:
-        roles = (RoleSpec("policy", trained=True), RoleSpec(TEACHER))
-        return Needs(roles, reward=self.data != "prompts", loans=(Lent(TEACHER, borrower="policy"),))
+class DistillationConfig(ComponentConfig):
+    hidden: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which the teacher's hidden states are kept and sent: 4 or 2 bytes x tokens x hidden size."""
 
     @property
-    def _hidden(self) -> str | Head:
-        return "hidden" if self.config.hidden == "fp32" else Head("hidden_bf16", _in_bf16, reads="hidden")
-
-    def annotations(self, step: int) -> list[Annotation]:
-        return [Annotation(TEACHER, self._hidden, HIDDEN)]
-
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
-        return [Update("policy", "loss")]
+    def teacher_output(self) -> str | Head:
+        return "hidden" if self.hidden == "fp32" else Head("hidden_bf16", _in_bf16, reads="hidden")
 
 
-class DistillDemonstrations(_Distillation):
+class DistillDemonstrations(Algorithm[Example]):
     """Train the student on demonstrations and, at each of their tokens, on the teacher's whole next-token distribution.
 
     The teacher (``--roles.teacher.model PATH``) needs the student's tokenizer. Its size, its head and the padding of
@@ -61,14 +48,21 @@ class DistillDemonstrations(_Distillation):
     source = "Hinton et al. 2015, https://arxiv.org/abs/1503.02531; GKD, https://arxiv.org/abs/2306.13649"
     data = "demonstrations"
     slots = {"loss": Slot("loss", "distill")}
+    Config = DistillationConfig
+
+    def needs(self) -> Needs:
+        return Needs((RoleSpec("policy", trained=True), RoleSpec(TEACHER)), loans=(Lent(TEACHER, borrower="policy"),))
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         from rlhf.ops.rows import pack_rows
 
         return pack_rows(examples), {}
 
+    def annotations(self, step: int) -> list[Annotation]:
+        return [Annotation(TEACHER, self.config.teacher_output, HIDDEN)]
 
-class DistillOnPolicy(_Distillation):
+
+class DistillOnPolicy(Algorithm[Group]):
     """The student answers prompts and learns the teacher's distribution at each token of its own answers.
 
     No reward is needed. If a run has one, it is reported and filters see it, but the loss does not read it. No gradient
@@ -90,7 +84,7 @@ class DistillOnPolicy(_Distillation):
     data = "prompts"
     slots = {"loss": Slot("loss", "distill", {"divergence": "reverse_kl", "alpha": 1.0})}
 
-    class Config(_Distillation.Config):
+    class Config(DistillationConfig):
         sampled: float = Field(default=1.0, gt=0, le=1)
         """Share of the rows whose answers the student samples; the data gives the answers of the other rows."""
         teacher: TeacherModelConfig = TeacherModelConfig()
@@ -112,7 +106,7 @@ class DistillOnPolicy(_Distillation):
                 "answers."
             )
         self._changes = teacher.weights in ("live", "averaged")
-        output, column = self._hidden, HIDDEN
+        output, column = self.config.teacher_output, HIDDEN
         if self._changes:
             self._check_changing(loss, teacher.weights)
             # Only the algorithm knows that the teacher's weights change; it is no option of the loss.
@@ -138,9 +132,9 @@ class DistillOnPolicy(_Distillation):
             )
 
     def needs(self) -> Needs:
-        needs = replace(super().needs(), demonstration_share=1 - self.config.sampled)
         roles = (RoleSpec("policy", trained=True), *self.teacher.roles())
-        return replace(needs, roles=roles, loans=() if self._changes else needs.loans)
+        loans = () if self._changes else (Lent(TEACHER, borrower="policy"),)
+        return Needs(roles, reward=False, demonstration_share=1 - self.config.sampled, loans=loans)
 
     def use_tokens(self, tokens: Tokens) -> None:
         self.teacher.opening = tokens.opening
