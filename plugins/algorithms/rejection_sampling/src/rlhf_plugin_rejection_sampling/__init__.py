@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -63,18 +62,11 @@ class RejectionSampling(Algorithm[Group]):
         samples = assemble(examples, self.run.step_sources)
         if samples is None:
             return None, {}
-        best = best_of(samples, self.config.keep, self.config.min_reward)
-        if not best.units:
+        kept_units, metrics = best_of(samples, self.config.keep, self.config.min_reward)
+        if not kept_units:
             return None, {}
         # Without the column temperature: the log-probs of a demonstration are those at temperature 1.
-        batch = samples.select_columns(["loss_mask", "group", "sample", EXPERTS]).select(best.units)
-        return batch, {
-            "reward/mean": best.mean,
-            "reward/best": best.mean_kept,
-            "rejection/kept": float(len(best.units)),
-            "rejection/empty_groups": float(best.empty_groups),
-            "rejection/ties": float(best.ties),
-        }
+        return samples.select_columns(["loss_mask", "group", "sample", EXPERTS]).select(kept_units), metrics
 
     def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
         """At most one minibatch per kept sample. The number of kept samples is not known before they are scored."""
@@ -82,28 +74,14 @@ class RejectionSampling(Algorithm[Group]):
         return [Update("policy", "loss", self.config.epochs, minibatches)]
 
 
-@dataclass(slots=True)
-class BestSamples:
-    """The kept samples of a batch, and statistics."""
-
-    units: list[int] = field(default_factory=list)
-    """Indices of the kept samples in the batch: group by group, best first."""
-    empty_groups: int = 0
-    """Groups without a kept sample."""
-    ties: int = 0
-    """Groups in which a sample was left out although its reward equals that of the worst kept one."""
-    mean: float = 0.0
-    """Mean reward of all samples with at least one sampled token."""
-    mean_kept: float = 0.0
-
-
-def best_of(samples: Batch, keep: int, min_reward: float | None = None) -> BestSamples:
-    """The ``keep`` best of each group of a batch of samples (:func:`rlhf.ops.trajectories.assemble`).
+def best_of(samples: Batch, keep: int, min_reward: float | None = None) -> tuple[list[int], dict[str, float]]:
+    """The units of the ``keep`` best samples of each group, group by group and best first, and the metrics.
 
     A sample's reward is its outcome reward plus the sum of its step rewards. Ties go to the lower sample number.
     Samples without a sampled token are ignored.
 
     Args:
+        samples: a batch of :func:`rlhf.ops.trajectories.assemble`.
         min_reward: samples below it are not kept.
     """
     import torch
@@ -115,16 +93,21 @@ def best_of(samples: Batch, keep: int, min_reward: float | None = None) -> BestS
     groups: dict[int, list[int]] = {}
     for u, group in enumerate(samples.unit["group"].tolist()):
         groups.setdefault(group, []).append(u)
-    best = BestSamples()
+    kept_units: list[int] = []
+    empty_groups = ties = 0
     for members in groups.values():
         passing = [u for u in members if tokens_U[u] and (min_reward is None or reward_U[u] >= min_reward)]
         ranked = sorted(passing, key=lambda u: (-reward_U[u], number_U[u]))
-        best.units += ranked[:keep]
-        best.empty_groups += not ranked
-        best.ties += len(ranked) > keep and reward_U[ranked[keep]] == reward_U[ranked[keep - 1]]
-    best.mean = _mean([r for r, tokens in zip(reward_U, tokens_U, strict=True) if tokens])
-    best.mean_kept = _mean([reward_U[u] for u in best.units])
-    return best
+        kept_units += ranked[:keep]
+        empty_groups += not ranked
+        ties += len(ranked) > keep and reward_U[ranked[keep]] == reward_U[ranked[keep - 1]]
+    return kept_units, {
+        "reward/mean": _mean([r for r, tokens in zip(reward_U, tokens_U, strict=True) if tokens]),
+        "reward/best": _mean([reward_U[u] for u in kept_units]),
+        "rejection/kept": float(len(kept_units)),
+        "rejection/empty_groups": float(empty_groups),
+        "rejection/ties": float(ties),
+    }
 
 
 def _mean(values: list[float]) -> float:
