@@ -4,7 +4,7 @@ roles, snapshots of the reference, the running shift of rewards."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -39,38 +39,23 @@ class ScoredAnswer:
     """The tokens that were sampled."""
 
 
-@dataclass(slots=True)
-class Pairing:
-    """Pairs (chosen, rejected), and counts of groups and pairs that were left out."""
-
-    pairs: list[tuple[ScoredAnswer, ScoredAnswer]] = field(default_factory=list)
-    groups: int = 0
-    tied_groups: int = 0
-    """Groups without two samples whose scores differ by more than the gap."""
-    equal_answers: int = 0
-    """Pairs left out because both answers are the same tokens."""
-
-    def add(self, group: Sequence[ScoredAnswer], choice: PairChoice, min_gap: float) -> None:
-        """Add the pairs of one group. ``best_worst``: the first of the best samples with the first of the worst.
-        ``all``: every two samples. In both cases the scores must differ by more than ``min_gap``."""
-        ranked = sorted(group, key=lambda s: (-s.score, s.number))
-        worst = min(group, key=lambda s: (s.score, s.number), default=None)
-        if choice == "best_worst":
-            candidates = [(ranked[0], worst)] if worst is not None else []
-        else:
-            candidates = [(a, b) for n, a in enumerate(ranked) for b in ranked[n + 1 :]]
-        ordered_pairs = [(a, b) for a, b in candidates if a.score - b.score > min_gap]
-        pairs = [(a, b) for a, b in ordered_pairs if a.answer != b.answer]
-        self.groups += 1
-        self.tied_groups += not ordered_pairs
-        self.equal_answers += len(ordered_pairs) - len(pairs)
-        self.pairs += pairs
+def candidates(group: Sequence[ScoredAnswer], choice: PairChoice) -> list[tuple[ScoredAnswer, ScoredAnswer]]:
+    """Pairs of a group, the higher score first. ``best_worst``: the first of the best samples with the first of the
+    worst. ``all``: every two samples."""
+    ranked = sorted(group, key=lambda s: (-s.score, s.number))
+    if choice == "all":
+        return [(a, b) for n, a in enumerate(ranked) for b in ranked[n + 1 :]]
+    return [(ranked[0], min(group, key=lambda s: (s.score, s.number)))] if group else []
 
 
-def pair_samples(batch: Batch, choice: PairChoice, min_gap: float) -> Pairing:
-    """The pairs of a batch of samples (:func:`rlhf.ops.trajectories.assemble`), groups in the batch's order.
+def pair_samples(
+    batch: Batch, choice: PairChoice, min_gap: float
+) -> tuple[list[tuple[ScoredAnswer, ScoredAnswer]], dict[str, float]]:
+    """The pairs (chosen, rejected) of a batch of samples (:func:`rlhf.ops.trajectories.assemble`), groups in the
+    batch's order, and counts for the metrics.
 
-    A sample's score is its reward plus the sum of its step rewards. Samples without a sampled token are in no pair.
+    The scores of a pair differ by more than ``min_gap``, and its answers are different tokens. A sample's score is its
+    reward plus the sum of its step rewards. Samples without a sampled token are in no pair.
     """
     score_U = scores(batch).tolist()
     mask_N, unit_N = batch.tok["loss_mask"], batch.unit_N
@@ -82,10 +67,16 @@ def pair_samples(batch: Batch, choice: PairChoice, min_gap: float) -> Pairing:
         members = groups.setdefault(group, [])
         if answers[unit].numel():
             members.append(ScoredAnswer(unit, number, score_U[unit], tuple(answers[unit].tolist())))
-    pairing = Pairing()
-    for members in groups.values():
-        pairing.add(members, choice, min_gap)
-    return pairing
+    ranked_pairs = [
+        [(a, b) for a, b in candidates(members, choice) if a.score - b.score > min_gap] for members in groups.values()
+    ]
+    pairs = [(a, b) for group_pairs in ranked_pairs for a, b in group_pairs if a.answer != b.answer]
+    return pairs, {
+        "pairs/made": float(len(pairs)),
+        "pairs/groups": float(len(groups)),
+        "pairs/tied_groups": float(sum(not group_pairs for group_pairs in ranked_pairs)),
+        "pairs/equal_answers": float(sum(map(len, ranked_pairs)) - len(pairs)),
+    }
 
 
 def scores(batch: Batch) -> Tensor:
@@ -231,15 +222,11 @@ class OnlineDPO(PairwiseAlgorithm):
         samples = assemble(examples, self.run.step_sources)
         if samples is None:
             return None, {}
-        pairing = pair_samples(samples, self.config.pairs, self.config.min_gap)
-        if not pairing.pairs:
+        pairs, metrics = pair_samples(samples, self.config.pairs, self.config.min_gap)
+        if not pairs:
             return None, {}
-        batch = as_pairs(samples, pairing.pairs)
-        return batch, {
-            "pairs/made": float(len(pairing.pairs)),
-            "pairs/groups": float(pairing.groups),
-            "pairs/tied_groups": float(pairing.tied_groups),
-            "pairs/equal_answers": float(pairing.equal_answers),
+        batch = as_pairs(samples, pairs)
+        return batch, metrics | {
             "pairs/chosen_score": float(batch.unit["chosen_score"].mean()),
             "pairs/rejected_score": float(batch.unit["rejected_score"].mean()),
         }
