@@ -1,5 +1,4 @@
-"""The algorithms, on pairs of the data and on pairs of the policy's samples. Their base class has the common parts:
-roles, snapshots of the reference, the running shift of rewards."""
+"""The algorithms, on pairs of the data and on pairs of the policy's samples."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
+from rlhf.interfaces import ComponentConfig, Loss, Slot
 from rlhf.ops.batch import Batch
 from rlhf.ops.experts import EXPERTS
 from rlhf.ops.trajectories import assemble
@@ -99,12 +98,16 @@ def as_pairs(batch: Batch, pairs: Sequence[tuple[ScoredAnswer, ScoredAnswer]]) -
     return replace(sides, unit_B=sides.unit_B // 2, role_B=sides.unit_B % 2, unit=unit)
 
 
-class PairwiseAlgorithm(Algorithm[Any]):
-    """Trains the policy on units of two answers, role 0 chosen and role 1 rejected.
+class DPO(PairLearning):
+    """Prefer the chosen answers of the data's pairs, relative to a reference. It needs no reward model and no sampling.
 
-    Any loss over pairs fits the slot. There is a reference if the loss reads ``ref_logprobs``.
+    Each step of the run is one optimizer step on all pairs of the step. Pairs in which an answer has no trained token
+    are left out and counted (metric ``pairs/left_out``), because their log-ratio would be 0 for every policy. Any loss
+    over pairs fits the slot. There is a reference if the loss reads ``ref_logprobs``.
     """
 
+    name = "dpo"
+    source = "Rafailov et al. 2023, Direct preference optimization, arXiv:2305.18290"
     Config = SnapshotConfig
     slots = {"loss": Slot("loss", "dpo")}
 
@@ -143,14 +146,13 @@ class PairwiseAlgorithm(Algorithm[Any]):
     def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
         """The update and, when it is due, the snapshot. The snapshot comes last, so the next step computes
         ``ref_logprobs`` with the new reference."""
-        config = self.config
-        return [self.update(batch), *snapshots_due(config.snapshot_every, config.snapshot_share, step)]
+        coef = {"bco_shift": self._shift} if self._running else {}
+        due = snapshots_due(self.config.snapshot_every, self.config.snapshot_share, step)
+        return [Update("policy", "loss", *self.passes(batch), coef=coef), *due]
 
-    def update(self, batch: Batch | None) -> Update:
-        return Update("policy", "loss", coef=self.coef())
-
-    def coef(self) -> dict[str, float]:
-        return {"bco_shift": self._shift} if self._running else {}
+    def passes(self, batch: Batch | None) -> tuple[int, int]:
+        """Epochs and minibatches of a step."""
+        return 1, 1
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         """Add the step's rewards to the running mean. The loss reads the mean of earlier steps."""
@@ -174,17 +176,6 @@ class PairwiseAlgorithm(Algorithm[Any]):
             super().load_state_dict(state)
 
 
-class DPO(PairwiseAlgorithm, PairLearning):
-    """Prefer the chosen answers of the data's pairs, relative to a reference. It needs no reward model and no sampling.
-
-    Each step of the run is one optimizer step on all pairs of the step. Pairs in which an answer has no trained token
-    are left out and counted (metric ``pairs/left_out``), because their log-ratio would be 0 for every policy.
-    """
-
-    name = "dpo"
-    source = "Rafailov et al. 2023, Direct preference optimization, arXiv:2305.18290"
-
-
 class OnlineDPOConfig(SnapshotConfig):
     pairs: PairChoice = "best_worst"
     """Pairs of each prompt's samples: the best and the worst, or ``all`` pairs with different scores (prompts with more
@@ -198,7 +189,7 @@ class OnlineDPOConfig(SnapshotConfig):
     """Optimizer steps per pass; fewer if a step has fewer pairs."""
 
 
-class OnlineDPO(PairwiseAlgorithm):
+class OnlineDPO(DPO):
     """Sample, score, pair, train. With ``snapshot_every`` it is iterative DPO: every round has its own reference.
 
     The best of a prompt's samples is chosen and the worst is rejected; if several are equal, the first is used. Equal
@@ -212,13 +203,16 @@ class OnlineDPO(PairwiseAlgorithm):
 
     name = "online_dpo"
     source = "Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792"
+    data = "prompts"
     Config = OnlineDPOConfig
 
     def needs(self) -> Needs:
         # "correction": pairs may come from any distribution, so sampling with top_p needs no importance weights.
         return replace(super().needs(), group_min=2, features=("correction",))
 
-    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
+    def assemble(  # type: ignore[override]  # groups of samples, not pairs of the data
+        self, examples: Sequence[Group]
+    ) -> tuple[Batch | None, dict[str, float]]:
         samples = assemble(examples, self.run.step_sources)
         if samples is None:
             return None, {}
@@ -231,7 +225,7 @@ class OnlineDPO(PairwiseAlgorithm):
             "pairs/rejected_score": float(batch.unit["rejected_score"].mean()),
         }
 
-    def update(self, batch: Batch | None) -> Update:
+    def passes(self, batch: Batch | None) -> tuple[int, int]:
         """At most one minibatch per pair. The number of pairs is not known before the samples are scored."""
         minibatches = self.config.minibatches if batch is None else min(self.config.minibatches, batch.units)
-        return Update("policy", "loss", self.config.epochs, minibatches, coef=self.coef())
+        return self.config.epochs, minibatches
