@@ -331,7 +331,7 @@ APPLIED_BY: Mapping[str, tuple[str, ...]] = {
 def check_overrides(cls: type[Any], base: type[Any], config: PolicyGradientConfig) -> None:
     """Raise ConfigError if an option is set whose method in ``base`` is overridden, unless the override calls
     ``super()`` or its class names the option in ``applies``."""
-    for owner in _up_to(cls, base):
+    for owner in cls.__mro__[: cls.__mro__.index(base)]:
         if unknown := sorted(set(vars(owner).get("applies", ())) - IS_SET.keys()):
             raise ConfigError(
                 f"{owner.__name__}.applies names unknown options {unknown}; allowed are {', '.join(IS_SET)}"
@@ -359,19 +359,12 @@ def _replaced(cls: type[Any], base: type[Any], method: str) -> tuple[type[Any], 
     """The class whose override replaces the base's method, and the options that it and its subclasses declare to apply;
     None if the method of ``base`` is used."""
     applied_options: tuple[str, ...] = ()
-    for owner in _up_to(cls, base):
+    for owner in cls.__mro__[: cls.__mro__.index(base)]:
         applied_options += tuple(vars(owner).get("applies", ()))
         override = vars(owner).get(method)
         if override is not None and not _calls_base(override, method):
             return owner, applied_options
     return None
-
-
-def _up_to(cls: type[Any], base: type[Any]) -> Iterator[type[Any]]:
-    for owner in cls.__mro__:
-        if owner is base:
-            return
-        yield owner
 
 
 def _calls_base(function: Any, method: str) -> bool:
