@@ -96,13 +96,10 @@ def test_kl_before_the_baseline_is_seen_by_it():
 
 
 def test_shaping_comes_before_and_clipping_after_the_baseline():
-    def minus_length(r_U, batch):
-        return r_U - batch.unit["own_tokens"]
+    def shaper(r_U, batch):
+        return 2 * (r_U - batch.unit["own_tokens"])
 
-    def doubled(r_U, batch):
-        return 2 * r_U
-
-    batch, metrics = credit(two(), Centered(), shapers=[minus_length, doubled], reward_clip=(-10.0, 1.0))
+    batch, metrics = credit(two(), Centered(), shaper=shaper, reward_clip=(-10.0, 1.0))
     assert own(batch, 0) == [1.0, 1.0]  # (1 - 2) * 2 = -2, (0 - 3) * 2 = -6: centred 2 and -2, then clipped
     assert own(batch, 1) == [-2.0] * 3
     assert (metrics["reward/mean"], metrics["reward/shaped"]) == (0.5, -4.0)

@@ -87,7 +87,7 @@ def test_kl_in_the_reward_shaping_and_clipping_are_beside_them():
         batch,
         reinforce(1.0),
         kl=KLPenalty(0.1),
-        shapers=[lambda r_U, b: r_U + overlong_penalty(b.unit["own_tokens"], 6, 2, 0.5)],
+        shaper=lambda r_U, b: r_U + overlong_penalty(b.unit["own_tokens"], 6, 2, 0.5),
         reward_clip=(-1.5, 1.5),
     )
     assert own(batch) == pytest.approx([4.0, 4.1, 3.2, 5.3, 5.4])

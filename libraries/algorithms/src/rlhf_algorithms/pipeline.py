@@ -2,7 +2,7 @@
 
 1. ``Trajectory.reward``, the weighted sum of the reward sources, enters as the column ``reward``.
 2. The dynamic filter has already read ``score`` when the batch was collected.
-3. :func:`shape`: the shapers in their order; raw and shaped reward are both reported.
+3. The shaper (``algorithm.shaping``); raw and shaped reward are both reported.
 4. :func:`subtract_kl` if the KL is subtracted before the baseline, then :func:`baseline`, the baseline of the
    advantage.
 5. :func:`clip_rewards`.
@@ -18,7 +18,7 @@ Shape suffixes: N tokens, U units (trajectories), A action tokens of a unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,7 +62,7 @@ def credit(
     advantage: Advantage,
     *,
     kl: KLPenalty | None = None,
-    shapers: Sequence[Shaper] = (),
+    shaper: Shaper | None = None,
     reward_clip: tuple[float, float] | None = None,
     weights: Mapping[str, float] | None = None,
 ) -> tuple[Batch, Metrics]:
@@ -74,11 +74,13 @@ def credit(
     Returns: the batch with the token column ``advantages`` and, with values, ``returns``; the metrics.
     """
     raw_U = batch.unit["reward"]
-    shaped_U = shape(batch, raw_U, shapers)
-    kl_N = None if kl is None else _kl(batch, kl)
+    shaped_U = raw_U if shaper is None else shaper(raw_U, batch)
     r_U = shaped_U
-    if kl is not None and kl_N is not None and kl.before_baseline:
-        r_U = subtract_kl(batch, r_U, kl_N, kl.beta)
+    kl_N: Tensor | None = None
+    if kl is not None:
+        kl_N = kl_estimate(batch.column("old_logprobs"), batch.column("ref_logprobs"), kl.estimator)
+        if kl.before_baseline:
+            r_U = subtract_kl(batch, r_U, kl_N, kl.beta)
     # turn_credit() has a baseline of its own, so it gets the rewards before this one.
     whole_U = r_U
     r_U = baseline(batch, advantage, r_U, weights)
@@ -96,13 +98,6 @@ def credit(
     if kl_N is not None:
         metrics["kl/reference"] = _mean(masked(kl_N, batch.tok["loss_mask"]))
     return batch, metrics
-
-
-def shape(batch: Batch, r_U: Tensor, shapers: Sequence[Shaper]) -> Tensor:
-    """Stage 3: every shaper in its order."""
-    for shaper in shapers:
-        r_U = shaper(r_U, batch)
-    return r_U
 
 
 def subtract_kl(batch: Batch, r_U: Tensor, kl_N: Tensor, beta: float) -> Tensor:
@@ -325,10 +320,6 @@ def advantage_metrics(batch: Batch, raw_advantages_N: Tensor) -> Metrics:
 def _kind_of(value: object) -> str:
     """Type of what an advantage returned, for messages; of a tensor its shape."""
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _kl(batch: Batch, kl: KLPenalty) -> Tensor:
-    return kl_estimate(batch.column("old_logprobs"), batch.column("ref_logprobs"), kl.estimator)
 
 
 def _mean(values: Tensor) -> float:

@@ -119,7 +119,7 @@ class PolicyGradient(Algorithm[Group]):
     def _check_sources(self) -> None:
         """Raise ConfigError for options that change the sum of the rewards if the advantage does not read this sum."""
         kl = self.config.kl
-        options = {"shaping": bool(self.config.shaping.shapers()), "kl.before_baseline": kl.before_baseline}
+        options = {"shaping": self.config.shaping.is_set, "kl.before_baseline": kl.before_baseline}
         if names := [f"algorithm.{name}" for name, is_set in options.items() if is_set]:
             raise ConfigError(
                 f"the advantage {self.advantage.name!r} reads each reward separately and not their sum; remove the "
@@ -323,7 +323,7 @@ class PolicyGradient(Algorithm[Group]):
             batch,
             self.advantage,
             kl=kl,
-            shapers=self.config.shaping.shapers(),
+            shaper=self.config.shaping.shaped,
             reward_clip=self.config.reward_clip,
             weights=self.source_weights,
         )
@@ -364,7 +364,7 @@ class PolicyGradient(Algorithm[Group]):
             if "policy/entropy" in metrics and learns:
                 self.entropy.update(metrics["policy/entropy"])
         if self._remembers:
-            r_U = pipeline.shape(batch, batch.unit["reward"], self.config.shaping.shapers())
+            r_U = self.config.shaping.shaped(batch.unit["reward"], batch)
             self.advantage.update_statistics(r_U, batch.unit["group"], batch.unit["key"], batch.unit["sample"])
         return used
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, Literal, Self
 
@@ -16,7 +16,6 @@ from rlhf.interfaces.component import ComponentConfig
 from rlhf.ops.batch import Batch
 from torch import Tensor
 
-from rlhf_algorithms import pipeline
 from rlhf_algorithms.kl import Estimator
 from rlhf_algorithms.snapshots import require_every
 
@@ -187,23 +186,19 @@ class ShapingConfig(ComponentConfig):
             raise ValueError(f"overlong_buffer {self.overlong_buffer} is above overlong_max {self.overlong_max}")
         return self
 
-    def shapers(self) -> list[pipeline.Shaper]:
-        shapers: list[pipeline.Shaper] = []
+    @property
+    def is_set(self) -> bool:
+        """Whether an option is set."""
+        return self != ShapingConfig()
+
+    def shaped(self, r_U: Tensor, batch: Batch) -> Tensor:
+        """The rewards after both."""
         if self.overlong_buffer is not None and self.overlong_max is not None:
-            shapers.append(self._overlong)
+            own_U = batch.unit["own_tokens"]
+            r_U = r_U + overlong_penalty(own_U, self.overlong_max, self.overlong_buffer, self.overlong_factor)
         if self.stop_properly is not None:
-            shapers.append(self._stop_properly)
-        return shapers
-
-    def _overlong(self, r_U: Tensor, batch: Batch) -> Tensor:
-        assert self.overlong_buffer is not None
-        assert self.overlong_max is not None
-        own_U = batch.unit["own_tokens"]
-        return r_U + overlong_penalty(own_U, self.overlong_max, self.overlong_buffer, self.overlong_factor)
-
-    def _stop_properly(self, r_U: Tensor, batch: Batch) -> Tensor:
-        assert self.stop_properly is not None
-        return stop_properly(r_U, batch.unit["truncated"], self.stop_properly)
+            r_U = stop_properly(r_U, batch.unit["truncated"], self.stop_properly)
+        return r_U
 
 
 def overlong_penalty(own_tokens_U: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
@@ -279,7 +274,7 @@ class PolicyGradientConfig(ComponentConfig):
     @model_validator(mode="after")
     def _without_task(self) -> Self:
         options = {
-            "shaping": bool(self.shaping.shapers()),
+            "shaping": self.shaping.is_set,
             "reward_clip": self.reward_clip is not None,
             "kl.where = 'reward'": self.kl.coef > 0 and self.kl.where == "reward",
         }
@@ -304,7 +299,7 @@ IS_SET: Mapping[str, Callable[[PolicyGradientConfig], bool]] = {
     "kl.target": lambda c: c.kl.target is not None,
     "kl.snapshot_every": lambda c: c.kl.snapshot_every is not None,
     "entropy.target": lambda c: c.entropy.target is not None,
-    "shaping": lambda c: bool(c.shaping.shapers()),
+    "shaping": lambda c: c.shaping.is_set,
     "reward_clip": lambda c: c.reward_clip is not None,
     "bootstrap_truncated": lambda c: c.bootstrap_truncated,
     "normalise_values": lambda c: c.normalise_values,
