@@ -52,8 +52,9 @@ class Advantage(Component):
 
     @property
     def normalise(self) -> Literal["none", "center", "whiten"]:
-        """Normalisation of the advantages over the whole rollout batch, weighted by tokens."""
-        return "none"
+        """Normalisation of the advantages over the whole rollout batch, weighted by tokens. Default: the option
+        ``normalise``, or none without such an option."""
+        return getattr(self.config, "normalise", "none")
 
     def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
         """Subtract or scale by a statistic of the group.

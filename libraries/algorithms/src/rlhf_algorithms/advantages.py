@@ -18,8 +18,6 @@ from rlhf.ops.groups import group_center, group_mean, group_std, leave_one_out
 from rlhf.ops.returns import gae, return_to_go
 from torch import Tensor
 
-Normalise = Literal["none", "center", "whiten"]
-
 
 class ReturnConfig(ComponentConfig):
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -27,7 +25,7 @@ class ReturnConfig(ComponentConfig):
 
 
 class WhitenConfig(ReturnConfig):
-    normalise: Normalise = "whiten"
+    normalise: Literal["none", "center", "whiten"] = "whiten"
     """Over all action tokens of the rollout batch: ``whiten`` (mean 0, variance 1), ``center`` (mean 0), ``none``."""
 
 
@@ -35,10 +33,6 @@ class ReturnToGo(Advantage):
     """Discounted return-to-go as advantage. Base class of all estimators here that have no critic."""
 
     Config: ClassVar[type[ComponentConfig]] = ReturnConfig
-
-    @property
-    def normalise(self) -> Normalise:
-        return getattr(self.config, "normalise", "none")
 
     def returns(
         self, R_NA: Tensor, mask_NA: Tensor, values_NA: Tensor | None, boot_N: Tensor | None
@@ -66,10 +60,6 @@ class GAE(Advantage):
     @property
     def needs_values(self) -> bool:
         return True
-
-    @property
-    def normalise(self) -> Normalise:
-        return self.config.normalise
 
     def returns(
         self, R_NA: Tensor, mask_NA: Tensor, values_NA: Tensor | None, boot_N: Tensor | None
