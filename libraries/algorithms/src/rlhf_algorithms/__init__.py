@@ -9,25 +9,10 @@ from rlhf.interfaces import Advantage, Loss
 
 @hookimpl
 def rlhf_register_advantage() -> list[type[Advantage]]:
-    from rlhf_algorithms.advantages import (
-        GAE,
-        GDPO,
-        OPO,
-        RAE,
-        BatchMean,
-        GiGPO,
-        GroupMean,
-        GroupNorm,
-        LeaveOneOut,
-        MaxRL,
-        PassAtK,
-        Reinforce,
-        ReinforceBaseline,
-        ReMax,
-    )
+    from rlhf_algorithms import advantages as a
 
-    of_groups = [LeaveOneOut, GroupNorm, GroupMean, GDPO, MaxRL, OPO, PassAtK, GiGPO]
-    return [GAE, Reinforce, ReinforceBaseline, BatchMean, *of_groups, ReMax, RAE]
+    of_groups = [a.LeaveOneOut, a.GroupNorm, a.GroupMean, a.GDPO, a.MaxRL, a.OPO, a.PassAtK, a.GiGPO]
+    return [a.GAE, a.Reinforce, a.ReinforceBaseline, a.BatchMean, *of_groups, a.ReMax, a.RAE]
 
 
 @hookimpl
