@@ -48,11 +48,9 @@ class Teacher:
         self.config, self._run, self._output, self._column = config, run, output, column
         self.is_used = config.coef > 0
         self.is_served = self.is_used and bool(run.teachers)
-        by_source = {} if config.weights != "role" else config.roles
-        self._roles = tuple(dict.fromkeys(by_source.values())) or (TEACHER,)
-        self._role_of = {source: self._roles.index(role) for source, role in by_source.items()}
-        self._annotated = "policy" if config.weights == "live" else None
-        self._is_single = not by_source and config.context is None and config.weights != "live"
+        self._roles = tuple(dict.fromkeys(config.roles.values())) or (TEACHER,)
+        self._role_of = {source: self._roles.index(role) for source, role in config.roles.items()}
+        self._is_single = not config.roles and config.context is None and config.weights != "live"
         """Whether one role reads every token of the policy, in the same context as the policy."""
         reads = self.is_used and not self.is_served and not self._is_single
         self.masks = tuple(f"{TAUGHT}.{name}" for name in self._roles) if reads else ()
@@ -112,10 +110,12 @@ class Teacher:
             return []
         if self._is_single:
             return [Annotation(TEACHER, self._output, self._column)]
-        head = resolve_head(self._output)
+        head, is_live = resolve_head(self._output), self.config.weights == "live"
         return [
             Annotation(
-                self._annotated or name, replace(head, name=f"{head.name}.{name}", over=mask), f"{self._column}.{name}"
+                "policy" if is_live else name,
+                replace(head, name=f"{head.name}.{name}", over=mask),
+                f"{self._column}.{name}",
             )
             for name, mask in zip(self._roles, self.masks, strict=True)
         ]

@@ -177,7 +177,6 @@ class PerSource(Algorithm[Group]):
             member.use_tokens(tokens)
 
     def conflicts(self, shape: OnlineShape) -> list[str]:
-        self.annotations(0)  # raises an error about those that cannot be joined
         return [
             re.sub(r"\balgorithm\.(?=\w)", f"algorithm.members.{name}.", line)
             for name, member in self.members.items()
