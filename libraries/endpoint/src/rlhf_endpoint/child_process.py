@@ -1,4 +1,4 @@
-"""The environment of programs, and their output."""
+"""The environment of programs, their output and their end."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ class Pipe:
         while self._read_part():
             pass
 
+    def text(self) -> str:
+        """The bytes as text, to be appended to a message."""
+        text = bytes(self.tail).decode(errors="replace").strip()
+        return f". The end of its output:\n{text}" if text else " and printed nothing"
+
     def close(self) -> None:
         if self.write_end >= 0:
             os.close(self.write_end)
@@ -67,3 +72,8 @@ class Pipe:
         self.tail += data
         del self.tail[: -self._keep]
         return bool(data)
+
+
+def ending(code: int) -> str:
+    """How a process with this return code ended, for messages."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.children import Child
 from rlhf.errors import RolloutError
-from rlhf_endpoint.child_process import Pipe, passed_environment
+from rlhf_endpoint.child_process import Pipe, ending, passed_environment
 
 from rlhf_plugin_agent.config import AgentConfig
 
@@ -90,8 +90,7 @@ class AgentProgram:
         self._output.read()
         self._result.read()
         if code:
-            ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise ProgramFailed(f"the program {ending}{self._tail_text()}")
+            raise ProgramFailed(f"the program {ending(code)}{self._output_text()}")
         value = self._returned()
         if value is None and self._config.returns_reward:
             raise RolloutError("the program returned no reward, but rollout.returns_reward = true. Return a number.")
@@ -121,12 +120,10 @@ class AgentProgram:
                 raise RolloutError(
                     f'the program sent {data[:60]!r} as its result; it must be {{"reward": NUMBER}}'
                 ) from None
-            raise RolloutError(f"the program ended before its function returned{self._tail_text()}") from None
+            raise RolloutError(f"the program ended before its function returned{self._output_text()}") from None
 
-    def _tail_text(self) -> str:
-        """The end of its output, for messages."""
-        text = bytes(self._output.tail).decode(errors="replace").replace(self._secret, "<key>").strip()
-        return f". The end of its output:\n{text}" if text else " and printed nothing"
+    def _output_text(self) -> str:
+        return self._output.text().replace(self._secret, "<key>")
 
     def _close(self) -> None:
         self._output.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.errors import RolloutError
 from rlhf.supervisor import end, supervised
-from rlhf_endpoint.child_process import Pipe, passed_environment
+from rlhf_endpoint.child_process import Pipe, ending, passed_environment
 
 from rlhf_plugin_verifiers.config import VerifiersConfig, own_python
 
@@ -104,7 +104,8 @@ class EnvironmentProcess:
                 async with asyncio.timeout(1.0):
                     await process.wait()
             output.read()
-            reason = f"the process of {label} {_ending(process.returncode)}{_tail_text(output)}"
+            end_text = "closed its connection" if process.returncode is None else ending(process.returncode)
+            reason = f"the process of {label} {end_text}{output.text()}"
         finally:
             if not refused:
                 self._started = None  # the next sample starts another process
@@ -138,14 +139,3 @@ class EnvironmentProcess:
 def _kill(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         end(process.pid)
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "closed its connection"
-    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-
-
-def _tail_text(output: Pipe) -> str:
-    text = bytes(output.tail).decode(errors="replace").strip()
-    return f". The end of its output:\n{text}" if text else " and printed nothing"
