@@ -61,19 +61,8 @@ class Counted(Curriculum):
         self.drawn = state["drawn"]
 
 
-class CountedOnce(Counted):
-    """Batches of the suite are smaller than its data, so no row comes twice in one."""
-
-    repeats = False
-
-
 class TestCounted(CurriculumContract):
     curriculum = Counted
-    registered = False
-
-
-class TestCountedOnce(CurriculumContract):
-    curriculum = CountedOnce
     registered = False
 
 
@@ -98,15 +87,8 @@ class Names(Counted):
         return ["one"] * n
 
 
-class Twice(CountedOnce):
-    """Breaks its promise: the refill is a row that the batch has."""
-
-    def choose(self, n, step):
-        return list(range(n))
-
-
 class SmallBatches(Counted):
-    """Ends with the data, but does not set repeats = False."""
+    """Ends with the data."""
 
     def choose(self, n, step):
         return super().choose(min(n, self.rows), step)
@@ -217,12 +199,7 @@ class Large(Counted):
         (TooFew, "rows", r"choose\(4, 0\) gave 1 rows; exactly 4 are needed"),
         (Unknown, "rows", r"chose \[17, 17, 17, 17, 17\]; the data has the positions 0 to 16"),
         (Names, "rows", r"choose\(\) gave 'one' \(str\); a position is an integer"),
-        (Twice, "repeats", r"chose \[0\] twice for the batch of step 0 \(with refills\), although repeats is False"),
-        (
-            SmallBatches,
-            "repeats",
-            "of 17 rows gave 17. Repeat rows in a batch that is larger than the data, or",
-        ),
+        (SmallBatches, "large_batch", "of 17 rows gave 17. Repeat rows in a batch that is larger than the data"),
         (
             Chance,
             "reproducible",

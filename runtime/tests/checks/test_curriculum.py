@@ -47,17 +47,6 @@ def problems(flags=(), algorithm=Sampling, curriculum=Blind, scored=True, base=B
     return sections.curriculum(stub_run([*base, *flags], algorithm(), curriculum=curriculum, scored=scored))
 
 
-class Once(Blind):
-    name = "once"
-    repeats = False
-
-
-def test_a_promise_that_a_continuous_stream_cannot_keep_is_refused():
-    assert problems(curriculum=Once) == []
-    (problem,) = problems([("stream.mode", "continuous")], curriculum=Once)
-    assert "curriculum 'once' guarantees that no row occurs twice in a batch" in problem
-
-
 def test_what_fits_passes():
     assert problems() == problems(algorithm=Given) == problems(SHARES, curriculum=Mixing) == []
     assert problems([("sampling.samples_per_prompt", "2")], curriculum=Comparing) == []

@@ -27,10 +27,6 @@ class Says(Curriculum):
         return self.answer(n, step)
 
 
-class Once(Says):
-    repeats = False
-
-
 @pytest.fixture
 def make(tmp_path, chars):
     def data(curriculum=Says, lengths=((1, 9, 2), (3, 1)), **section):
@@ -120,17 +116,6 @@ def test_positions_may_be_an_array(make):
     data, curriculum = make()
     curriculum.answer = lambda n, step: np.array([2, 3])
     assert ids(data.take(2)) == [("a", 2), ("b", 0)]
-
-
-def test_a_row_twice_in_a_batch_where_the_curriculum_promises_once(make):
-    data, curriculum = make(Once)
-    curriculum.answer = lambda n, step: [1]
-    data.take(1, 0)
-    data.take(1, 1)  # another batch
-    with pytest.raises(
-        PluginError, match=r"chose row 1 \(.*a\.jsonl, line 2\) twice for one batch, though it sets rep"
-    ):
-        data.take(1, 1)  # a refill of the same
 
 
 @pytest.mark.parametrize("method", ["choose", "finished", "metrics"])

@@ -203,26 +203,16 @@ class CurriculumContract(Contract):
                     wrong = [row for row in batch if not 0 <= row < rows]
                     expect(not wrong, f"{self.label(config)} chose {wrong}; the data has the positions 0 to {rows - 1}")
 
-    def test_repeats(self) -> None:
-        """Where ``repeats`` is False, no row comes twice in a batch; else a batch may be larger than the data."""
+    def test_large_batch(self) -> None:
+        """A batch may be larger than the data: rows are then repeated."""
         rows = sum(self.sizes.values())
         for config in self.grid():
-            if self.cls.repeats:
-                curriculum = self.build(config)
-                choice = list(curriculum.choose(2 * rows + 1, 0))
-                expect(
-                    len(choice) == 2 * rows + 1,
-                    f"{self.label(config)} choose({2 * rows + 1}, 0) of {rows} rows gave {len(choice)}. Repeat "
-                    "rows in a batch that is larger than the data, or set repeats = False",
-                )
-                continue
-            for step, batch in enumerate(self.play(config, staleness=2).chosen):
-                twins = sorted({row for row in batch if batch.count(row) > 1})
-                expect(
-                    not twins,
-                    f"{self.label(config)} chose {twins} twice for the batch of step {step} (with refills), although "
-                    "repeats is False",
-                )
+            choice = list(self.build(config).choose(2 * rows + 1, 0))
+            expect(
+                len(choice) == 2 * rows + 1,
+                f"{self.label(config)} choose({2 * rows + 1}, 0) of {rows} rows gave {len(choice)}. Repeat "
+                "rows in a batch that is larger than the data",
+            )
 
     def test_reproducible(self) -> None:
         """Equal seeds and equal results give equal rows, whatever the state of global random generators is."""
@@ -266,7 +256,7 @@ class CurriculumContract(Contract):
     def test_resume_inside_a_batch(self) -> None:
         """A continuous stream may save between two calls of ``choose`` for one step. A fresh instance that loads the
         state chooses the same rows of the rest."""
-        for config in self.grid() if self.cls.repeats else ():  # others are refused there
+        for config in self.grid():
             plain = self.play(config, 5).curriculum
             plain.choose(BATCH // 2, 5)
             fresh = self.build(config)

@@ -92,8 +92,7 @@ class Curriculum(Component):
     ``finished`` is called when a step takes its batch, with the groups of the batch and those that were rejected since
     the batch before. ``step`` of ``choose`` is the step that trains on the rows if no further group is rejected. As
     long as none is, and without ``stream.oversample``, the calls are those of a batch k with v = max(0, k - S) in
-    waves. The state may be restored between two calls of ``choose`` for one step. Curricula with ``repeats = False``
-    are refused in a continuous stream, because a group that was chosen for a later batch replaces a rejected group.
+    waves. The state may be restored between two calls of ``choose`` for one step.
 
     **Reproducible.** Every random choice is a function of the seed and of counters (``TrainingRows.shuffled``,
     ``rlhf.seeds.derive_seed``), never of a clock or of a generator with hidden state. ``state_dict`` holds everything
@@ -131,9 +130,6 @@ class Curriculum(Component):
     """Smallest number of scores that it needs per group. 0: it reads none, so it can also order the rows of offline
     algorithms. 1: it reads scores. 2: it compares the scores of a group, so ``sampling.samples_per_prompt`` is at least
     2."""
-    repeats: ClassVar[bool] = True
-    """False: the curriculum guarantees that no row occurs twice in a batch, refills included. The runtime checks
-    this."""
     reads_probabilities: ClassVar[bool] = False
     """Whether it uses ``RowSource.probability``. If False, a run file that sets probabilities is refused."""
 

@@ -283,11 +283,6 @@ def curriculum(run: RunPlugins) -> list[str]:
             f"sampling.samples_per_prompt = {config.sampling.samples_per_prompt}; set --sampling.samples_per_prompt "
             f"{curriculum.min_scores} or more."
         )
-    if not curriculum.repeats and config.stream.mode == "continuous" and config.stream.replay is None:
-        problems.append(
-            f"stream.mode = 'continuous': {name} guarantees that no row occurs twice in a batch, but a rejected group "
-            "is replaced by one that was chosen for a later batch. Remove [curriculum] or stream.mode."
-        )
     if not config.data.shuffle:
         problems.append(f"data.shuffle = false: {name} decides the order of the rows. Remove one of them.")
     if not curriculum.reads_probabilities and any(source.probability is not None for source in config.data.train):

@@ -215,9 +215,6 @@ class CurriculumOrder(RowOrder):
         self._pools, self._positions, self._cumulative = [self.sources], [0], None
         self.rows, self.plugin = rows, curriculum
         self._name = f"curriculum {curriculum.name!r}"
-        self._step = -1
-        self._batch: set[int] = set()
-        """Positions of the rows chosen so far for the batch of :attr:`_step`."""
         with boundary(PluginError, f"setup() of {self._name}"):
             curriculum.setup(rows, order.seed, total_steps)
 
@@ -230,8 +227,7 @@ class CurriculumOrder(RowOrder):
     def choose(self, n: int, step: int) -> list[Row]:
         """The next ``n`` rows of the batch of ``step``.
 
-        Raises PluginError: the curriculum chose too few or too many rows, one that does not exist, or one twice though
-        it promises not to.
+        Raises PluginError: the curriculum chose too few or too many rows, or one that does not exist.
         """
         with boundary(PluginError, f"choose() of {self._name}"):
             chosen = self.plugin.choose(n, step)
@@ -240,15 +236,6 @@ class CurriculumOrder(RowOrder):
         positions = [self._position(value, n, step) for value in chosen]
         if len(positions) != n:
             raise self._refused(n, step, f"chose {len(positions)} rows instead of exactly {n}")
-        if step != self._step:
-            self._step, self._batch = step, set()
-        for position in positions:
-            if position in self._batch and not self.plugin.repeats:
-                location = self.rows.location(position)
-                raise self._refused(
-                    n, step, f"chose row {position} ({location}) twice for one batch, though it sets repeats = False"
-                )
-            self._batch.add(position)
         self._positions[0] += n
         return [self.rows.row(position) for position in positions]
 
