@@ -94,19 +94,6 @@ def test_a_resume_takes_a_changed_generation_config_with_the_same_end_tokens(sho
     assert GenerationConfig.from_pretrained(resumed.path / "model").temperature == 0.7
 
 
-def test_a_checkpoint_with_the_hash_of_the_whole_generation_config_is_resumed(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Earlier releases wrote such checkpoints."""
-    from rlhf_runtime.setup import resume
-
-    content_of = resume.content_of
-    with monkeypatch.context() as earlier:
-        earlier.setattr(resume, "content_of", lambda folder, full_config=True: content_of(folder, True))
-        shop.train("sft", "run", "--run.stop_after", "2", checkpoint={"every": 1})
-    assert "content of" not in shop.train("sft", "run", "--resume", checkpoint={"every": 1}).said
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model: its tokenizer has the tokens of ChatML, its end token is another one."""

@@ -145,26 +145,23 @@ def require_files(folder: Path) -> None:
 
 def weights_of(folder: Path) -> str:
     """Same as :func:`content_of`, for the weights only: the tokenizer of a base may change, but its weights may not."""
-    return _content(folder, ("*.safetensors",), full_config=True)
+    return _content(folder, ("*.safetensors",))
 
 
-def content_of(folder: Path, full_config: bool = False) -> str:
+def content_of(folder: Path) -> str:
     """SHA-256 of the files that a run reads from a model's folder: config, tokenizer and weights. Of a generation
     config only the end tokens count; the other values go into exports.
 
     Of a weights file, the size and 64 blocks of 4 KiB count, spread evenly over the file, because reading a large model
     takes minutes. Training changes almost all of the weights that it trains, so different weights differ in some block.
-
-    Args:
-        full_config: include the whole generation config, as in checkpoints of earlier releases.
     """
-    return _content(folder, (*SETTINGS, "*.safetensors"), full_config)
+    return _content(folder, (*SETTINGS, "*.safetensors"))
 
 
-def _content(folder: Path, patterns: Sequence[str], full_config: bool) -> str:
+def _content(folder: Path, patterns: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}):
-        if path.name == "generation_config.json" and not full_config:
+        if path.name == "generation_config.json":
             digest.update(_end_tokens(path))
             continue
         size = path.stat().st_size

@@ -93,7 +93,7 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
         [plugin.manifest() for plugin in prepared.plugins],
         threads=environment.get("threads"),
         device=environment.get("device", ""),
-        content=content(prepared, saved.content),
+        content=content(prepared),
     )
     differences = compare(newest.meta, new_meta, _layout(prepared))
     require_same_run(allow_defaults(differences, prepared.config, prepared.resolve), newest.path)
@@ -157,8 +157,7 @@ def restore(
         with store.writing(directory.path):
             directory.cut(None)
         return 0
-    new_meta = {**meta, "content": content(prepared, checkpoint.meta.get("content", {}))}
-    differences = compare(checkpoint.meta, new_meta, _layout(prepared))
+    differences = compare(checkpoint.meta, meta, _layout(prepared))
     for line in require_same_run(allow_defaults(differences, prepared.config, prepared.resolve), checkpoint.path):
         note(line)
     step = state.read(checkpoint)
@@ -278,20 +277,10 @@ def checkpoint_metadata(prepared: Prepared, policy: Role) -> dict[str, Any]:
     )
 
 
-def content(prepared: Prepared, saved_hashes: Mapping[str, str] = {}) -> dict[str, str]:
+def content(prepared: Prepared) -> dict[str, str]:
     """Hashes of local files that the run reads and a checkpoint does not contain: the initial models of roles, the chat
-    template, the rows.
-
-    Args:
-        saved_hashes: hashes in the checkpoint to resume from. A model's hash by an earlier release is kept if it is
-            equal.
-    """
+    template, the rows."""
     digests = content_of_models(prepared.specs)
-    for name, spec in prepared.specs.items():
-        key, folder = f"{name}.model", Path(spec.path).expanduser()
-        saved = saved_hashes.get(key)
-        if key in digests and saved not in (None, digests[key]) and saved == content_of(folder, full_config=True):
-            digests[key] = saved
     if prepared.config.data.chat_template is not None:
         template: str = prepared.data.template.tokenizer.chat_template
         digests["data.chat_template"] = hashlib.sha256(template.encode()).hexdigest()
