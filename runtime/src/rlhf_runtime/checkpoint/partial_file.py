@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError
 
-from rlhf_runtime.checkpoint.atomic_files import TEMPORARY, sync_file
+from rlhf_runtime.checkpoint.atomic_files import replace_file
 from rlhf_runtime.checkpoint.json_values import dumps, loads
 
 
@@ -69,18 +69,11 @@ class PartialFile:
 
     def publish(self, key: str) -> None:
         """Write the file: the texts in the list ``key`` of every part, one per line. The parts are removed."""
-        temporary = self.path.with_name(f"{TEMPORARY}{self.path.name}")
-        try:
-            with self._writing(self.path):
-                with temporary.open("w", encoding="utf-8") as file:
-                    for part in self.resume():
-                        file.writelines(f"{text}\n" for text in part[key])
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_file(self.path.parent)
+        with self._writing(self.path):
+            replace_file(
+                self.path,
+                lambda file: file.writelines(f"{text}\n".encode() for part in self.resume() for text in part[key]),
+            )
         self.discard()
 
     def discard(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import Field
 from rlhf.control_groups import usable_cores
-from rlhf.errors import CheckpointError, ConfigError, RlhfError
+from rlhf.errors import CheckpointError, RlhfError
 from rlhf.paths import disk_is_full
 from rlhf.saved import Counter, Saved, SavedPart, validated
 
@@ -48,7 +48,7 @@ class CheckpointStore:
 
     Args:
         keep: number of newest checkpoints that are kept, in addition to the best one.
-        note: called with a line of text for everything that is skipped or repaired; the lines are also in ``notes``.
+        note: called with a line of text for everything that is skipped or repaired.
         require_own: called before anything is saved. Raises an error if the folder belongs to another run.
 
     Only the process that holds the run directory's lock may save or clean.
@@ -58,15 +58,12 @@ class CheckpointStore:
         self,
         run_dir: Path | str,
         keep: int = 3,
-        note: Callable[[str], None] | None = None,
+        note: Callable[[str], None] = lambda text: None,
         require_own: Callable[[], None] = lambda: None,
     ) -> None:
-        if keep < 1:
-            raise ConfigError(f"checkpoint.keep is {keep}; at least 1 checkpoint must be kept. Set it to 1 or more.")
         self.root = Path(run_dir) / "checkpoints"
         self.keep = keep
-        self.notes: list[str] = []
-        self._listener, self._require_own = note, require_own
+        self._note, self._require_own = note, require_own
 
     # --------------------------------------------------------------------------------------- saving
 
@@ -102,35 +99,26 @@ class CheckpointStore:
         """Make checkpoint ``step`` from the files that ``write(folder)`` puts into an empty folder.
 
         Args:
-            meta: JSON values that identify the run; see :func:`rlhf_runtime.checkpoint.describe`.
+            meta: JSON values that identify the run; see :func:`rlhf_runtime.checkpoint.compare.describe`.
             best: {"metric", "value"} if this is the best checkpoint so far, which is not deleted by rotation.
 
         Returns the finished folder. Raises CheckpointError if it cannot be written (disk full); older checkpoints are
         then unchanged and no incomplete files remain.
         """
-        self._require_own()
         target = self._folder(step)
-        temporary = target.with_name(f"{files.TEMPORARY}{target.name}")
-        if isinstance(read_checkpoint(target), Checkpoint):
-            raise CheckpointError(f"{target} already holds a complete checkpoint; a step is saved once.")
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            write(temporary)
-            seal(temporary, step, meta, best)
-            files.discard_folder(target)  # incomplete, as just checked
-            os.rename(temporary, target)
-            files.sync_file(self.root)
+        with self.writing(target, f"checkpoint {target}"):
+            if isinstance(read_checkpoint(target), Checkpoint):
+                raise CheckpointError(f"{target} already holds a complete checkpoint; a step is saved once.")
+
+            def write_sealed(folder: Path) -> None:
+                write(folder)
+                seal(folder, step, meta, best)
+
+            files.publish_folder(target, write_sealed)
             # The manifest has the mark, too. If this process dies here, clean() restores the pointer from it.
             if best is not None:
                 self._point(step, best)
             self._rotate()
-        except BaseException as cause:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if _keeps_class(cause) or not isinstance(cause, Exception):
-                raise
-            raise self.unwritten(f"checkpoint {target}", cause) from cause
         return target
 
     def mark_best(self, step: int, **best: Any) -> None:
@@ -274,9 +262,13 @@ class CheckpointStore:
         return CheckpointError(f"{text} The checkpoints of steps {steps} are intact; continue with --resume.")
 
     @contextmanager
-    def writing(self, path: Path) -> Iterator[None]:
+    def writing(self, path: Path, label: str = "") -> Iterator[None]:
         """Context for writing ``path``, whose folder is created. Converts an error into one that says what remains of
-        the run. Libraries raise disk errors as their own classes."""
+        the run. Libraries raise disk errors as their own classes.
+
+        Args:
+            label: name of ``path`` in the error; default: the path.
+        """
         self._require_own()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -284,16 +276,11 @@ class CheckpointStore:
         except Exception as cause:
             if _keeps_class(cause):
                 raise
-            raise self.unwritten(str(path), cause) from cause
+            raise self.unwritten(label or str(path), cause) from cause
 
     def _disk(self) -> Any:
         """Size and free space, in bytes, of the disk that the checkpoints are on."""
         return shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent)
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        if self._listener is not None:
-            self._listener(text)
 
 
 def _keeps_class(cause: BaseException) -> bool:
@@ -338,7 +325,7 @@ class Checkpoint:
     step: int
     path: Path
     meta: Mapping[str, Any]
-    """The run's description when it saved; see :func:`rlhf_runtime.checkpoint.compare`."""
+    """The run's description when it saved; see :func:`rlhf_runtime.checkpoint.compare.compare`."""
     contents: Mapping[str, Mapping[str, Any]] = field(repr=False)
     """{path inside the folder: {"size": bytes, "sha256": hex}}."""
     best: Mapping[str, Any] | None = None
@@ -396,7 +383,7 @@ def read_checkpoint(path: Path) -> Checkpoint | str:
 
 
 def seal(folder: Path, step: int, meta: Mapping[str, Any], best: Mapping[str, Any] | None) -> None:
-    """Write the manifest of all files in ``folder`` and force all files to the disk."""
+    """Write the manifest of all files in ``folder`` and force them to the disk."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file())
     with ThreadPoolExecutor(_threads(paths)) as pool:
         digests = list(pool.map(_sha256_synced, paths))
@@ -411,7 +398,6 @@ def seal(folder: Path, step: int, meta: Mapping[str, Any], best: Mapping[str, An
         },
     }
     json_values.write_json(folder / MANIFEST, {**manifest, "sha256": _digest(manifest)})
-    files.sync_tree(folder)
 
 
 def _sha256(path: Path) -> str:
