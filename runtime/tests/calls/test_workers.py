@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import psutil
@@ -165,7 +166,7 @@ def test_processes_that_a_worker_started_in_another_session_end_with_it(from_fil
 
 
 def test_the_pool_replaces_a_dead_worker_and_serves_in_order(from_file, make_group) -> None:
-    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+    pool = WorkerPool(partial(PluginWorker, from_file("reward", REWARD), None, RewardError), size=1)
     order: list[int] = []
 
     async def use(number: int, act: str) -> int:
@@ -192,7 +193,7 @@ def test_the_pool_replaces_a_dead_worker_and_serves_in_order(from_file, make_gro
 
 def test_a_worker_that_died_while_nobody_used_it_fails_no_call(from_file, make_group) -> None:
     """Killed from outside, for its memory say: the next call is served by another."""
-    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+    pool = WorkerPool(partial(PluginWorker, from_file("reward", REWARD), None, RewardError), size=1)
 
     async def pid() -> int:
         async with pool.worker() as worker:
@@ -215,7 +216,7 @@ def test_a_worker_that_died_while_nobody_used_it_fails_no_call(from_file, make_g
 @pytest.mark.linux("elsewhere a child has no guard")
 def test_a_stop_of_all_processes_of_a_run_leaves_its_workers_to_it(from_file, make_group) -> None:
     """`ray job stop` sends SIGTERM to all descendants of the driver, which then finishes its step."""
-    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+    pool = WorkerPool(partial(PluginWorker, from_file("reward", REWARD), None, RewardError), size=1)
 
     async def pid() -> int:
         async with pool.worker() as worker:
@@ -240,7 +241,7 @@ def test_a_stop_of_all_processes_of_a_run_leaves_its_workers_to_it(from_file, ma
 
 
 def test_a_cancelled_call_kills_its_worker_and_frees_its_place(from_file, make_group) -> None:
-    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+    pool = WorkerPool(partial(PluginWorker, from_file("reward", REWARD), None, RewardError), size=1)
 
     async def use(act: str) -> float:
         async with pool.worker() as worker:

@@ -23,7 +23,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,22 +211,16 @@ def _kill_all() -> None:
 
 
 class WorkerPool:
-    """At most ``size`` workers of one plugin. Callers that wait for a worker are served in order of arrival."""
+    """At most ``size`` workers of one plugin. Callers that wait for a worker are served in order of arrival.
 
-    def __init__(
-        self,
-        resolved: Resolved,
-        config: ComponentConfig | None,
-        error: type[RlhfError],
-        size: int = 1,
-        label: str = "",
-        python: str | None = None,
-    ) -> None:
-        self.resolved, self.config, self.error, self.label, self.python = resolved, config, error, label, python
-        self._free = size
+    Args:
+        make: makes a worker that is not started.
+    """
+
+    def __init__(self, make: Callable[[], PluginWorker], size: int) -> None:
+        self._make, self._free = make, asyncio.Semaphore(size)
         self._idle: list[PluginWorker] = []
         self._workers: list[PluginWorker] = []
-        self._waiting: deque[asyncio.Future[None]] = deque()
 
     @contextlib.asynccontextmanager
     async def worker(self) -> AsyncIterator[PluginWorker]:
@@ -239,7 +233,7 @@ class WorkerPool:
 
     async def acquire(self) -> PluginWorker:
         """A started worker that belongs to the caller until :meth:`release`."""
-        await self._permit()
+        await self._free.acquire()
         try:
             while self._idle:
                 worker = self._idle.pop()
@@ -247,7 +241,7 @@ class WorkerPool:
                     return worker
                 worker.kill()  # it died while idle, which is not a failure of this call
                 self._workers.remove(worker)
-            worker = PluginWorker(self.resolved, self.config, self.error, self.label, self.python)
+            worker = self._make()
             self._workers.append(worker)
             try:
                 await worker.start()
@@ -257,7 +251,7 @@ class WorkerPool:
                 raise
             return worker
         except BaseException:
-            self._pass_on()
+            self._free.release()
             raise
 
     def release(self, worker: PluginWorker) -> None:
@@ -266,37 +260,13 @@ class WorkerPool:
             self._idle.append(worker)
         else:
             self._workers.remove(worker)
-        self._pass_on()
+        self._free.release()
 
     def close(self) -> None:
         """Kill all workers."""
         for worker in self._workers:
             worker.kill()
         self._idle.clear()
-
-    async def _permit(self) -> None:
-        if self._free and not self._waiting:
-            self._free -= 1
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._waiting.remove(turn)
-            else:  # cancelled just after it received the permit
-                self._pass_on()
-            raise
-
-    def _pass_on(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                # The permit passes to this caller directly, so a caller that comes now cannot overtake it.
-                turn.set_result(None)
-                return
-        self._free += 1
 
 
 MOST_COPIED = 64 << 20

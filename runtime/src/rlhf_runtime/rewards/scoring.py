@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from rlhf.control_groups import usable_cores
@@ -33,7 +34,7 @@ from rlhf.types import Group, RewardResult, Trajectory
 
 from rlhf_runtime.calls.deadlines import DeadlineExpired, cause, with_deadline
 from rlhf_runtime.calls.isolation import check_python
-from rlhf_runtime.calls.plugin_worker import WorkerPool, reference
+from rlhf_runtime.calls.plugin_worker import PluginWorker, WorkerPool, reference
 from rlhf_runtime.calls.returned_values import InvalidResult, check_results, results_from_json
 
 CALLS = 64
@@ -148,7 +149,9 @@ class Scorer:
                 "a reward cannot be called 'env': the environment's own rewards use this name; set `name`"
             )
         self._pools = {
-            r.name: WorkerPool(r.resolved, r.config, RewardError, r.calls(size), str(r), r.python)
+            r.name: WorkerPool(
+                partial(PluginWorker, r.resolved, r.config, RewardError, str(r), r.python), r.calls(size)
+            )
             for r in rewards
             if r.in_worker
         }

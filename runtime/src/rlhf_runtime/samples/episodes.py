@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -62,12 +63,13 @@ class Episodes:
         self.pool = None
         """The worker processes of a plain environment."""
         if not coroutines:
-            self.pool = WorkerPool(resolved, config, EnvError, self.limit, python=section.python)
+            make = partial(PluginWorker, resolved, config, EnvError, python=section.python)
+            self.pool = WorkerPool(make, self.limit)
 
     async def start(self) -> None:
         """Start a worker process of an environment with its own Python. If this Python lacks a package, the run stops
         here, before anything is generated."""
-        if self.pool is not None and self.pool.python is not None:
+        if self.pool is not None and self.section.python is not None:
             with boundary(EnvError, f"{self.resolved}: starting its worker process"):
                 self.pool.release(await self.pool.acquire())
 
