@@ -63,9 +63,7 @@ def models(config: RunFile) -> tuple[list[Finding], dict[str, Weights]]:
 
 def model_paths(config: RunFile) -> dict[str, str]:
     """{option: path} of every model."""
-    sections = {name: getattr(config, name) for name in ("policy", "critic", "reference")}
-    sections |= {f"roles.{name}": section for name, section in config.roles.items()}
-    paths = {f"{name}.model": section.model for name, section in sections.items() if section.model is not None}
+    paths = {f"{path}.model": section.model for path, section in config.models.items() if section.model is not None}
     for number, reward in enumerate(config.reward):
         if reward.use.startswith("model:"):
             paths[f"reward.{number}"] = reward.use.removeprefix("model:")

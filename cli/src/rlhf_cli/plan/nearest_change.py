@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rlhf.errors import RlhfError
 from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
-from rlhf_runtime.checks.run import section_of
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import section_path
 
 from rlhf_cli.plan.from_run_file import layout_of, planned_run
 from rlhf_cli.plan.layout import RoleLayout
@@ -86,7 +86,7 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
             yield {key: value for flags in steps for key, value in flags.items()}
     for role in roles:
         if role.trained and not role.gradient_checkpointing:
-            yield {f"{_path(role.name)}.gradient_checkpointing": "true"}
+            yield {f"{section_path(role.name)}.gradient_checkpointing": "true"}
     if layout.engines is not None and (GENERATOR in names or GENERATOR in short):
         for options in plugins.resolve("generator", config.generator.use).cls.memory_options:
             yield {f"generator.{key}": _text(value) for key, value in options.items()}
@@ -94,9 +94,9 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
     for options in trainer.memory_options if roles else ():
         yield {f"trainer.{key}": _text(value) for key, value in options.items()}
         for role in roles:
-            if section_of(config, role.name).trainer:  # its own options override them
+            if (section := config.models.get(section_path(role.name))) and section.trainer:  # they override these
                 keys = [key for key in options if role.trained or key not in trainer.training_options]
-                yield {f"{_path(role.name)}.trainer.{key}": _text(options[key]) for key in keys}
+                yield {f"{section_path(role.name)}.trainer.{key}": _text(options[key]) for key in keys}
     if layout.machine.device == "cuda" and layout.machine.processes and "ranks:many" in trainer.capabilities:
         for factor in MORE_RANKS:
             yield {
@@ -109,12 +109,8 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
 def _smaller(role: RoleLayout) -> Iterable[Flags]:
     tokens = role.memory.micro_tokens // 2
     while tokens >= max(role.longest, FEWEST_TOKENS):
-        yield {f"{_path(role.name)}.micro_tokens": str(tokens)}
+        yield {f"{section_path(role.name)}.micro_tokens": str(tokens)}
         tokens //= 2
-
-
-def _path(role: str) -> str:
-    return role if role in ("policy", "critic", "reference") else f"roles.{role}"
 
 
 def _text(value: object) -> str:

@@ -31,11 +31,12 @@ from rlhf.types import ExpertLayers, Lent, RoleSpec, Row, Update
 from rlhf_hub.adapter_folders import adapter_of
 
 from rlhf_runtime.calls.algorithm_calls import ask
-from rlhf_runtime.checks.run import RunPlugins, device_here, where_trainer
+from rlhf_runtime.checks.run import RunPlugins, device_here
 from rlhf_runtime.checks.sampling import ANSWERS, CORRECTION
 from rlhf_runtime.config.components import component_config
 from rlhf_runtime.config.problems import origin, raise_problems
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import section_path
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.sources import TOOLS, Source
 from rlhf_runtime.data.tokenizer import special_tokens_in
@@ -164,7 +165,7 @@ def idle_options(plugins_of_run: RunPlugins) -> list[str]:
         options = plugins_of_run.section(name).trainer
         trainer = plugins_of_run.trainer(name).resolved.cls
         for key in sorted(trainer.training_options & options.keys()) if not role.trained and name != "policy" else ():
-            path = f"{where_trainer(name)}.{key}"
+            path = f"{section_path(name)}.trainer.{key}"
             problems.append(
                 f"{path}{origin(path, plugins_of_run.config.origins)}: {name} is not trained, so nothing reads it. "
                 "Remove it. In [trainer] the option applies to the trained roles."
@@ -219,7 +220,7 @@ def check_roles(plugins_of_run: RunPlugins, schedule: UpdateSchedule) -> None:
     raise_problems("these weights cannot be copied", uncopied)
     rounded = [
         f"{algorithm.name} moves the weights of {name!r} by a fraction at a time. Stored in bf16, they would lose "
-        f"small changes to rounding. Set --{where_trainer(name).removesuffix('.trainer')}.storage fp32."
+        f"small changes to rounding. Set --{section_path(name)}.storage fp32."
         for name in sorted(snapshots & schedule.sources)
         if plugins_of_run.spec(name).storage == "bf16"
     ]

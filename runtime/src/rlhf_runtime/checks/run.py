@@ -20,11 +20,8 @@ from rlhf_runtime.calls.algorithm_calls import ask, needs_of
 from rlhf_runtime.config.components import Selection, Selections
 from rlhf_runtime.config.placement import divided, placement
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sections import GROUP, EvalSection, ModelSection
+from rlhf_runtime.config.sections import GROUP, EvalSection, ModelSection, section_path
 from rlhf_runtime.rewards.scoring import ActiveReward
-
-_SECTION_ROLES = ("policy", "critic", "reference")
-"""Roles with a top-level section; the others are under ``[roles]``."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +95,23 @@ class RunPlugins:
 
     def trainer(self, role: str) -> Selection:
         """The trainer, with the role's own options."""
-        return self.selections[where_trainer(role)] if self.section(role).trainer else self.parts["trainer"]
+        path = f"{section_path(role)}.trainer"
+        return self.selections[path] if self.section(role).trainer else self.parts["trainer"]
 
     def section(self, role: str) -> ModelSection:
         """The run file's section about a role's model."""
-        return section_of(self.config, role)
+        return self.config.models.get(section_path(role)) or ModelSection()
 
     def model(self, role: str) -> str:
-        """Path or ``owner/name@commit`` of a role's model."""
-        return model_of(self.config, self.roles, role, self.commits)
+        """Path or ``owner/name@commit`` of a role's model. It is set by the role's section, else by its RoleSpec, else
+        it is the model of the role that it is declared ``like``."""
+        declared, path = self.roles[role], section_path(role)
+        model = self.section(role).model or declared.model
+        if model is None and declared.like is not None:
+            return self.model(declared.like)
+        if model is None:
+            raise ConfigError(f"no model is named for the role {role!r}; set --{path}.model PATH")
+        return pinned(model, self.commits)
 
     def spec(self, role: str, updates: int = 0, ranks: int = 1, images: bool = False) -> ModelSpec:
         """What the trainer loads for a role. If a role is declared ``like`` another and its section sets neither model
@@ -291,32 +296,6 @@ def is_teacher(selections: Selections, number: int) -> bool:
     """Whether a reward of the run file gives log-probs of a teacher."""
     cls: type[Reward] = selections[f"reward.{number}"].resolved.cls
     return cls.is_teacher
-
-
-def where_trainer(role: str) -> str:
-    """Name of the section with a role's own trainer options."""
-    return f"{role}.trainer" if role in _SECTION_ROLES else f"roles.{role}.trainer"
-
-
-def section_of(config: RunFile, role: str) -> ModelSection:
-    """The run file's section about a role's model."""
-    if role in _SECTION_ROLES:
-        section: ModelSection = getattr(config, role)
-        return section
-    return config.roles.get(role, ModelSection())
-
-
-def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str, commits: Commits) -> str:
-    """The model of a role. It is set by the role's section, else by its RoleSpec, else it is the model of the role that
-    it is declared ``like``. A hub name becomes ``owner/name@commit``."""
-    role = roles[name]
-    model = section_of(config, name).model or role.model
-    if model is None and role.like is not None:
-        return model_of(config, roles, role.like, commits)
-    if model is None:
-        section = where_trainer(name).removesuffix(".trainer")
-        raise ConfigError(f"no model is named for the role {name!r}; set --{section}.model PATH")
-    return pinned(model, commits)
 
 
 def active_rewards(selections: Selections) -> list[ActiveReward]:

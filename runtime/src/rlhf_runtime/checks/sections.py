@@ -11,7 +11,15 @@ from rlhf.types import DataForm
 
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sections import EnvSection, EvalSection, ModelSection, StreamSection, SyncSection
+from rlhf_runtime.config.sections import (
+    ROLES,
+    EnvSection,
+    EvalSection,
+    ModelSection,
+    StreamSection,
+    SyncSection,
+    section_path,
+)
 
 if TYPE_CHECKING:
     from rlhf_runtime.checks.run import RunPlugins
@@ -69,10 +77,10 @@ def trainer_capabilities(run: RunPlugins) -> list[str]:
         )
     if STORAGE not in trainer.capabilities:
         problems += [
-            f"{path}.storage = 'bf16': trainer {trainer.name!r} stores weights in fp32 only (it lacks {STORAGE!r}). "
-            "Remove it, or use another --trainer.use."
-            for path, section in _sections_of_roles(run).items()
-            if section.storage == "bf16"
+            f"{section_path(name)}.storage = 'bf16': trainer {trainer.name!r} stores weights in fp32 only (it lacks "
+            f"{STORAGE!r}). Remove it, or use another --trainer.use."
+            for name in run.roles
+            if run.section(name).storage == "bf16"
         ]
     return problems
 
@@ -130,12 +138,6 @@ def ignored_columns(run: RunPlugins) -> list[str]:
     return problems
 
 
-def _sections_of_roles(run: RunPlugins) -> dict[str, ModelSection]:
-    """{name of the section: the section} of the run's roles."""
-    sections = ("policy", "critic", "reference")
-    return {name if name in sections else f"roles.{name}": run.section(name) for name in run.roles}
-
-
 def model_and_data(run: RunPlugins) -> list[str]:
     """A run without a model, or without data."""
     problems = []
@@ -162,8 +164,8 @@ def roles(run: RunPlugins) -> list[str]:
                 f"{', '.join(sorted(run.roles))}). Remove the section, or switch on what needs it."
             )
     for name in config.roles:
-        if name not in run.roles or name in ("policy", "critic", "reference"):
-            hint = f"Write [{name}]." if name in ("policy", "critic", "reference") else "Remove the section."
+        if name not in run.roles or name in ROLES:
+            hint = f"Write [{name}]." if name in ROLES else "Remove the section."
             problems.append(f"[roles.{name}]: no selected plugin declares this role. {hint}")
     return problems
 
@@ -171,9 +173,10 @@ def roles(run: RunPlugins) -> list[str]:
 def checkpointing(run: RunPlugins) -> list[str]:
     """Gradient checkpointing of roles that are not trained. A policy that only answers is trained elsewhere."""
     return [
-        f"{path}.gradient_checkpointing = true: {role.name} is not trained, so it has no backward pass. Remove it."
-        for role, (path, section) in zip(run.roles.values(), _sections_of_roles(run).items(), strict=True)
-        if section.gradient_checkpointing and not role.trained and role.name != "policy"
+        f"{section_path(name)}.gradient_checkpointing = true: {name} is not trained, so it has no backward pass. "
+        "Remove it."
+        for name, role in run.roles.items()
+        if run.section(name).gradient_checkpointing and not role.trained and name != "policy"
     ]
 
 

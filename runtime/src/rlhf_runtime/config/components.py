@@ -21,7 +21,7 @@ from rlhf_runtime.config.flag_values import FlagText, item_of, model_of, plain, 
 from rlhf_runtime.config.problems import describe, origin, type_and_value, unknown_keys
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_runtime.config.sections import Choice, ModelSection
-from rlhf_runtime.config.suggestions import ROLES, Chosen, Suggestions
+from rlhf_runtime.config.suggestions import Chosen, Suggestions
 
 
 def component_config(
@@ -126,9 +126,11 @@ def chosen_by(run: RunFile) -> Chosen:
 
 def _role_trainers(run: RunFile) -> list[tuple[str, str, ModelSection]]:
     """(section, role, the role's section) of every role with its own trainer options."""
-    roles = [(f"{name}.trainer", name, getattr(run, name)) for name in ROLES if name not in run.roles]
-    roles += [(f"roles.{name}.trainer", name, section) for name, section in run.roles.items()]
-    return [role for role in roles if role[2].trainer]
+    return [
+        (f"{path}.trainer", path.removeprefix("roles."), section)
+        for path, section in run.models.items()
+        if section.trainer and path not in run.roles
+    ]
 
 
 @dataclass(frozen=True, slots=True)

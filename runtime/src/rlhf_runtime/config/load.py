@@ -29,7 +29,7 @@ from rlhf_runtime.config.flag_values import PYTHON_BOOLEANS, FlagText, PythonVal
 from rlhf_runtime.config.overrides import RUNTIME, Override, Overrides
 from rlhf_runtime.config.problems import describe, origin, raise_problems, type_and_value
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
-from rlhf_runtime.config.sections import Choice, PlacementSection, SyncSection
+from rlhf_runtime.config.sections import ROLES, Choice, PlacementSection, SyncSection
 from rlhf_runtime.config.suggestions import Chosen, Suggestions
 
 _ROWS_ADVICE = " To pass a file of rows, use --data FILE."
@@ -294,7 +294,7 @@ def _leave_out_unread(
 
 def _trainers_of_roles(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """{path: options} of ``[ROLE.trainer]``."""
-    tables = {name: data.get(name) for name in ("policy", "critic", "reference")}
+    tables = {name: data.get(name) for name in ROLES}
     if isinstance(roles := data.get("roles"), Mapping):
         tables |= {f"roles.{name}": table for name, table in roles.items()}
     trainers = {f"{name}.trainer": t.get("trainer") for name, t in tables.items() if isinstance(t, Mapping)}
@@ -418,8 +418,7 @@ def look_for_models(config: RunFile) -> None:
 
     Raises ModelError.
     """
-    sections = [config.policy, config.critic, config.reference, *config.roles.values()]
-    for model in dict.fromkeys(section.model for section in sections if section.model is not None):
+    for model in dict.fromkeys(section.model for section in config.models.values() if section.model is not None):
         name = hub_name(model)
         if name is None:
             require_folder(model)

@@ -11,7 +11,7 @@ from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.flag_values import NO_VALUE, FlagText, PythonValue, item_of, model_of, toml_value
 from rlhf_runtime.config.problems import leaves, origin
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
-from rlhf_runtime.config.sections import Choice, label_of
+from rlhf_runtime.config.sections import ROLES, Choice, label_of
 
 LIST_PATHS: Mapping[str, str] = {**dict.fromkeys(LISTS, "use"), "data.train": "path", "data.eval": "path"}
 """{path of a list of sections: the field that a plain text sets}."""
@@ -134,7 +134,7 @@ class Overrides:
                 if part not in node:
                     node[part] = [] if node_path in LIST_PATHS else {}
                 elif isinstance(node[part], str):  # the short form of a plugin or model
-                    node[part] = {"model" if node_path in ("policy", "critic", "reference") else "use": str(node[part])}
+                    node[part] = {"model" if node_path in ROLES else "use": str(node[part])}
                 node = node[part]
             path = f"{path}.{part}" if path else part
             if not isinstance(node, dict | list):

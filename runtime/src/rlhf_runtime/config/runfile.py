@@ -14,6 +14,7 @@ from rlhf.interfaces.component import ComponentConfig
 
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.sections import (
+    ROLES,
     CheckpointSection,
     Choice,
     EnvSection,
@@ -154,6 +155,11 @@ class RunFile(ComponentConfig):
     def origins(self) -> Origins:
         """The origin of each value, for error messages; empty if the run file was created in Python."""
         return self._origins
+
+    @property
+    def models(self) -> dict[str, ModelSection]:
+        """{path: section} of all sections about models: ``critic``, ``roles.NAME``."""
+        return {name: getattr(self, name) for name in ROLES} | {f"roles.{n}": s for n, s in self.roles.items()}
 
     @property
     def most_checkpoints(self) -> int:

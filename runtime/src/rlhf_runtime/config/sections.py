@@ -73,6 +73,15 @@ def label_of(ref: str) -> str:
     return "http" if scheme == "https" else scheme
 
 
+ROLES = ("policy", "critic", "reference")
+"""Roles whose models have a section of their own. The other roles are in ``[roles]``."""
+
+
+def section_path(role: str) -> str:
+    """The path of the section about a role's model: ``critic``, ``roles.NAME``."""
+    return role if role in ROLES else f"roles.{role}"
+
+
 class RunSection(ComponentConfig):
     name: NameText = ""
     """Name of the run in logs; if empty, the output folder's name."""

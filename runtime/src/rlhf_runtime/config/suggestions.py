@@ -11,9 +11,8 @@ from rlhf.plugins import Plugins
 
 from rlhf_runtime.config.options import Option, plugin_options, run_file_options
 from rlhf_runtime.config.other_frameworks import OTHER_NAMES
-from rlhf_runtime.config.sections import Choice
+from rlhf_runtime.config.sections import ROLES, Choice
 
-ROLES = ("policy", "critic", "reference")
 PLACES = ("policy", "generator")
 """Names for which ``[placement.NAME]`` is suggested."""
 LIST_FLAGS = ("reward", "observer", "data.train", "data.eval")

@@ -21,12 +21,12 @@ from rlhf_hub.hub import Commits
 
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_lines
 from rlhf_runtime.checks.order import ANSWERS, check
-from rlhf_runtime.checks.run import Job, job_plugins, run_plugins, where_trainer
+from rlhf_runtime.checks.run import Job, job_plugins, run_plugins
 from rlhf_runtime.checks.sections import READ_OF, SECTIONS_OF_ANSWERS
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.load import load
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sections import EvalSection, ModelSection
+from rlhf_runtime.config.sections import ROLES, EvalSection, ModelSection, section_path
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.prompts import Prompts
 from rlhf_runtime.loop.evaluate import evaluate_loss, evaluate_rollouts
@@ -124,10 +124,9 @@ def evaluate_rows(config: RunFile, plugins: Plugins) -> Metrics:
     check(run)
     for role in run.roles.values():
         if role.like == "policy" and role.model is None and run.section(role.name).model is None:
-            section = where_trainer(role.name).removesuffix(".trainer")
             raise ConfigError(
                 f"--algo {name}: the role {role.name!r} would use the model that is evaluated. Name the model that the "
-                f"role used in training: --{section}.model PATH."
+                f"role used in training: --{section_path(role.name)}.model PATH."
             )
     prepared = prepare_run(run, plugins)
     for note in prepared.data.eval_notes:
@@ -162,7 +161,7 @@ def _rows_to_evaluate(config: RunFile, plugins: Plugins) -> RunFile:
         return section.model_copy(update={"trainer": untrained(section.trainer)})
 
     trainer = config.trainer.model_copy(update={"options": untrained(config.trainer.options)})
-    sections = {name: of_role(getattr(config, name)) for name in ("policy", "critic", "reference")}
+    sections = {name: of_role(getattr(config, name)) for name in ROLES}
     roles = {name: of_role(section) for name, section in config.roles.items()}
     unread = {"reward": (), "env": None, "curriculum": None, "observer": ()}
     unread |= {name: RunFile.model_fields[name].get_default(call_default_factory=True) for name in SECTIONS_OF_ANSWERS}

@@ -19,8 +19,8 @@ from rlhf.types import Row
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.sample_table import load_writer
 from rlhf_runtime.checkpoint.saved_groups import write_lines
-from rlhf_runtime.checks.run import where_trainer
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import section_path
 from rlhf_runtime.data.dataset import RowCheck
 from rlhf_runtime.loop.best_value import BestTracker
 from rlhf_runtime.loop.checkpoint_state import RunState
@@ -286,7 +286,7 @@ def _trainer_options(prepared: Prepared, roles: Mapping[str, Role]) -> list[Trai
         if role.spec.role.trained:
             selected, role_options = prepared.trainer(name), prepared.section(name).trainer
             changeable = sorted(selected.resolved.cls.changeable)
-            names = {o: f"{where_trainer(name) if o in role_options else 'trainer'}.{o}" for o in changeable}
+            names = {o: f"{section_path(name) + '.' if o in role_options else ''}trainer.{o}" for o in changeable}
             options.append(TrainerOptions(role, selected.resolved, selected.config, names))
     return options
 
