@@ -64,9 +64,7 @@ from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.prepare import Prepared, is_scored, prepare, with_folder
 from rlhf_runtime.setup.resume import (
     check_latest,
-    check_observers,
-    check_record,
-    check_resume,
+    check_start,
     checkpoint_metadata,
     record_start,
     restore,
@@ -156,9 +154,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
     store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note, directory.require_own)
     for note in (*prepared.commits.notes, *prepared.notes):
         progress.note(note)
-    checkpoint = check_resume(prepared)
-    check_record(prepared)
-    check_observers(prepared)
+    checkpoint = check_start(prepared)
 
     roles = _models(prepared, launcher, directory, store, progress, resources)
     # What samples and what evaluates.
@@ -191,7 +187,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
     state = RunState(algorithm, roles, data, stream, rewards, prepared.observers, best, control, prepared.rollout)
     measure = Throughput(roles, prepared.places, sampler, config.run.peak_tflops).of_step
     reports = Reports(config, directory, progress, prepared.observers, store, timeline, measure)
-    meta = checkpoint_metadata(prepared, roles["policy"])
+    meta = checkpoint_metadata(prepared, torch.get_num_threads(), roles["policy"].facts.device)
     take_devices_back = sampler.phases.begin_learning if sampler is not None else lambda: None
     saves = Saves(config, algorithm, state, store, meta, directory, reports, progress, take_devices_back)
     first_step = restore(prepared, state, store, directory, meta, progress.note, checkpoint) if config.run.resume else 0

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 from rlhf.errors import CheckpointError, ConfigError, PluginError, RlhfError, boundary
 from rlhf.interfaces import ModelSpec
@@ -30,7 +29,6 @@ from rlhf_runtime.config.load import load, to_toml
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.checkpoint_state import RunState
 from rlhf_runtime.loop.run import Run
-from rlhf_runtime.models.roles import Role
 from rlhf_runtime.output.metrics import recorded_steps
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.output.run_folder import check_folder, check_models, saved_state
@@ -46,9 +44,7 @@ def check_output(prepared: Prepared) -> list[str]:
     run = prepared.config.run
     check_folder(run.output, run.resume, run.overwrite)
     check_latest(prepared)
-    checkpoint = check_resume(prepared)
-    check_record(prepared)
-    check_observers(prepared)
+    checkpoint = check_start(prepared)
     return [] if checkpoint is None else _no_steps(prepared, checkpoint.step)
 
 
@@ -57,14 +53,18 @@ def check_latest(prepared: Prepared) -> None:
     check_models(Path(prepared.config.run.output), {name: spec.path for name, spec in prepared.specs.items()})
 
 
-def check_observers(prepared: Prepared) -> None:
-    """Raises ConfigError if an observer could not start (:meth:`Observer.check`)."""
+def check_start(prepared: Prepared) -> Checkpoint | None:
+    """The checkpoint of :func:`_check_resume`. Also raises ConfigError if the samples of ``stream.replay`` cannot be
+    trained on, or an observer could not start (:meth:`Observer.check`)."""
+    checkpoint = _check_resume(prepared)
+    _check_record(prepared)
     for name, observer in prepared.observers.items():
         with boundary(PluginError, f"observer {name!r}, check"):
             observer.check(Path(prepared.config.run.output))
+    return checkpoint
 
 
-def check_resume(prepared: Prepared) -> Checkpoint | None:
+def _check_resume(prepared: Prepared) -> Checkpoint | None:
     """The checkpoint from which the run continues; None if the run does not resume or has no checkpoint yet. Every file
     of the checkpoint was compared with its checksum. Changes nothing.
 
@@ -87,17 +87,15 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
         return None
     check_steps(newest.step, prepared.total_steps)
     saved = validated(SavedMeta, newest.meta, f"{newest.path / MANIFEST}, meta")
-    environment = saved.environment
-    new_meta = describe(
-        prepared.config.model_dump(mode="json"),
-        [plugin.manifest() for plugin in prepared.plugins],
-        threads=environment.get("threads"),
-        device=environment.get("device", ""),
-        content=content(prepared),
-    )
-    differences = compare(newest.meta, new_meta, _layout(prepared))
-    require_same_run(allow_defaults(differences, prepared.config, prepared.resolve), newest.path)
+    threads, device = saved.environment.get("threads"), saved.environment.get("device", "")
+    _require_same(prepared, newest, checkpoint_metadata(prepared, threads, device))
     return store.open(newest.step)
+
+
+def _require_same(prepared: Prepared, checkpoint: Checkpoint, meta: Mapping[str, Any]) -> list[str]:
+    """:func:`require_same_run` with the ``meta`` of this run, whose options may be newer than the checkpoint."""
+    differences = compare(checkpoint.meta, meta, _layout(prepared))
+    return require_same_run(allow_defaults(differences, prepared.config, prepared.resolve), checkpoint.path)
 
 
 def _check_unsaved(folder: Path) -> None:
@@ -146,7 +144,7 @@ def restore(
     note: Callable[[str], None],
     checkpoint: Checkpoint | None,
 ) -> int:
-    """Load ``checkpoint``, which :func:`check_resume` returned, into ``state``. Returns its step; 0 if the run has
+    """Load ``checkpoint``, which :func:`check_start` returned, into ``state``. Returns its step; 0 if the run has
     none.
 
     Raises CheckpointError if the checkpoint belongs to another run, or its content is invalid.
@@ -157,8 +155,7 @@ def restore(
         with store.writing(directory.path):
             directory.cut(None)
         return 0
-    differences = compare(checkpoint.meta, meta, _layout(prepared))
-    for line in require_same_run(allow_defaults(differences, prepared.config, prepared.resolve), checkpoint.path):
+    for line in _require_same(prepared, checkpoint, meta):
         note(line)
     step = state.read(checkpoint)
     with store.writing(directory.path):
@@ -220,7 +217,7 @@ SECTIONS = (
 resume may change, such as ``policy.micro_tokens``, may differ in a replay, too."""
 
 
-def check_record(prepared: Prepared) -> None:
+def _check_record(prepared: Prepared) -> None:
     """Raises ConfigError if ``stream.replay`` names a folder without a record, a record of another run, or a record of
     too few steps."""
     config = prepared.config
@@ -266,13 +263,14 @@ def _layout(prepared: Prepared) -> list[str]:
     return [pattern for name, plugin in sections.items() for pattern in layout_of(name, plugin.cls.layout)]
 
 
-def checkpoint_metadata(prepared: Prepared, policy: Role) -> dict[str, Any]:
-    """The metadata of every checkpoint. A resume compares it, to make sure that it continues the same run."""
+def checkpoint_metadata(prepared: Prepared, threads: int | None, device: str) -> dict[str, Any]:
+    """The metadata of every checkpoint, as :func:`describe` makes it. A resume compares it, to make sure that it
+    continues the same run."""
     return describe(
         prepared.config.model_dump(mode="json"),
         [plugin.manifest() for plugin in prepared.plugins],
-        threads=torch.get_num_threads(),
-        device=policy.facts.device,
+        threads=threads,
+        device=device,
         content=content(prepared),
     )
 
