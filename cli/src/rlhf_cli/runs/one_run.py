@@ -13,6 +13,7 @@ from rlhf.errors import CheckpointError
 from rlhf.plugins.resolved import IN_PROCESS
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.observe.sample_lines import printable
+from rlhf_runtime.output.run_directory import step_files
 from rlhf_runtime.report.run_facts import OF_A_CALL
 from rlhf_runtime.report.run_record import RunRecord, value_text
 
@@ -143,14 +144,14 @@ def _print_files(console: Console, record: RunRecord) -> None:
         facts["best checkpoint"] = f"step {marked[-1]}"
     if record.best is not None:
         facts["best value"] = f"{record.best.metric} {number(record.best.value)} (step {record.best.step})"
-    if exports := _numbers(record.path / "exports"):
-        facts["exports"] = _steps(exports)
+    if exports := _steps_in(record.path / "exports"):
+        facts["exports"] = exports
     if models := sorted(path.name for path in record.path.glob("model*") if path.is_dir()):
         facts["models"] = ", ".join(str(record.path / name) for name in models)
-    if samples := _numbers(record.path / "rollouts"):
-        facts["samples"] = f"{_steps(samples)}; `rlhf samples {shlex.quote(str(record.path))} --worst 5` shows some"
-    if skipped := _numbers(record.path / "skipped"):
-        facts["skipped updates"] = f"{_steps(skipped)}; their batches are in {record.path / 'skipped'}"
+    if samples := _steps_in(record.path / "rollouts"):
+        facts["samples"] = f"{samples}; `rlhf samples {shlex.quote(str(record.path))} --worst 5` shows some"
+    if skipped := _steps_in(record.path / "skipped"):
+        facts["skipped updates"] = f"{skipped}; their batches are in {record.path / 'skipped'}"
     _print_pairs(console, facts)
 
 
@@ -204,10 +205,9 @@ def _indented(text: Text) -> Text:
     return Text("\n").join(Text.assemble("  ", line) for line in text.split("\n"))
 
 
-def _numbers(folder: Path) -> list[int]:
-    """The steps of the entries ``step-000012...`` of a folder."""
-    parts = [path.name.split(".")[0].split("-") for path in folder.glob("step-*")]
-    return sorted({int(part[1]) for part in parts if len(part) > 1 and part[1].isdecimal()})
+def _steps_in(folder: Path) -> str:
+    """The steps that have files in a folder, as text."""
+    return _steps(list(dict.fromkeys(step for step, _ in step_files(folder))))
 
 
 def _steps(steps: Sequence[int]) -> str:

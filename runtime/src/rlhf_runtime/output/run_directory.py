@@ -178,7 +178,7 @@ class RunDirectory:
         last = -1 if step is None else step
         self.metrics.cut(last)
         for folder in _OF_STEPS:
-            for number, path in _numbered(self.path / folder):
+            for number, path in step_files(self.path / folder):
                 if number > last:
                     _remove(path)
         if (self.exported_best() or 0) > last:
@@ -245,7 +245,7 @@ class RunDirectory:
         if not self.exports(step).exists():
             publish_folder(self.exports(step), write)
         if keep is not None:
-            for _, path in _numbered(self.path / "exports")[:-keep]:
+            for _, path in step_files(self.path / "exports")[:-keep]:
                 delete_old(path, note)
         return self.exports(step)
 
@@ -266,12 +266,12 @@ class RunDirectory:
         tensors = {name: getattr(batch, name) for name in ("ids_N", "lens_B", "unit_B", "role_B")}
         for level in ("tok", "seq", "unit"):
             tensors |= {f"{level}.{name}": values for name, values in getattr(batch, level).items()}
-        numbers = [int(path.stem[-4:]) for saved_step, path in _numbered(folder) if saved_step == step]
+        numbers = [int(path.stem[-4:]) for saved_step, path in step_files(folder) if saved_step == step]
         number = 1 + max(numbers, default=0)  # not their count: only the last batches are kept
         path = folder / f"step-{step:06d}-{number:04d}.safetensors"
         copies = {name: values.detach().cpu().contiguous().clone() for name, values in tensors.items()}
         publish_file(path, lambda file: save_file(copies, file, {"reason": reason}))
-        for _, old in _numbered(folder)[:-SKIPPED_KEPT]:
+        for _, old in step_files(folder)[:-SKIPPED_KEPT]:
             old.unlink()
         return path
 
@@ -320,7 +320,8 @@ def _starts(manifest: Path) -> list[dict[str, Any]]:
     return starts
 
 
-def _numbered(folder: Path) -> list[tuple[int, Path]]:
+def step_files(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of the files or folders of steps in a folder, in order."""
     paths = folder.iterdir() if folder.is_dir() else []
     return sorted((int(m[1]), p) for p in paths if (m := _STEP.fullmatch(p.name)))
 

@@ -28,6 +28,7 @@ from rlhf_runtime.checkpoint.atomic_files import replace_file
 from rlhf_runtime.checkpoint.sample_table import read_columns
 from rlhf_runtime.data.image_files import data_url, thumbnail
 from rlhf_runtime.observe.sample_lines import shortened
+from rlhf_runtime.output.run_directory import RunDirectory, step_files
 from rlhf_runtime.output.run_folder import REPORT, is_report
 from rlhf_runtime.report.recorded_samples import RecordedSample, message_text, recorded_steps, samples_with_values
 from rlhf_runtime.report.run_facts import run_facts
@@ -171,9 +172,7 @@ class ShownSamples:
         rows: defaultdict[int, set[int]] = defaultdict(set)
         for group in chosen(groups, self._max_samples):
             rows[group.step].update(group.rows)
-        files = [
-            (step, "training", record.path / f"rollouts/step-{step:06d}.arrow", rows[step]) for step in sorted(rows)
-        ]
+        files = [(step, "training", RunDirectory.rollouts_of(record.path, step), rows[step]) for step in sorted(rows)]
         answers = [(step, "evaluation", path, answer_rows(path)) for step, path in evaluations(record.path)]
         # A large run has more tokens than can be shown: the first and last files come first, the others in any order.
         middle = [*files[1:-1], *answers[1:-1]]
@@ -249,9 +248,8 @@ def recorded_groups(record: RunRecord, steps: Sequence[int]) -> list[RecordedGro
     """The groups of these steps."""
     groups: list[RecordedGroup] = []
     for step in steps:
-        path = record.path / "rollouts" / f"step-{step:06d}.arrow"
         try:
-            columns = read_columns(path, ["group", "source", "row", "sample"])
+            columns = read_columns(RunDirectory.rollouts_of(record.path, step), ["group", "source", "row", "sample"])
         except RlhfError as error:
             record.problems.append(str(error))
             continue
@@ -292,8 +290,7 @@ def chosen(groups: Sequence[RecordedGroup], limit: int) -> list[RecordedGroup]:
 
 def evaluations(run: Path) -> list[tuple[int, Path]]:
     """(step, file) of at most :data:`EVALUATIONS` evaluations, from the first to the last."""
-    files = [path for path in (run / "evaluations").glob("step-*.jsonl") if path.stem.split("-")[1].isdecimal()]
-    return spread(sorted((int(path.stem.split("-")[1]), path) for path in files), EVALUATIONS)
+    return spread(step_files(run / "evaluations"), EVALUATIONS)
 
 
 def answer_rows(path: Path) -> set[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,14 +14,15 @@ from rlhf.errors import CheckpointError, ConfigError, DataError, brief, did_you_
 from rlhf.ops.sample_values import ENV
 from rlhf.types import RewardResult
 
+from rlhf_runtime.checkpoint.sample_table import SUFFIX
 from rlhf_runtime.checkpoint.saved_groups import agent_of, recorded
 from rlhf_runtime.data.image_files import image_size
 from rlhf_runtime.data.recorded_answers import RECORDED
 from rlhf_runtime.output.metrics import as_number
+from rlhf_runtime.output.run_directory import RunDirectory, step_files
 from rlhf_runtime.report.run_record import RunRecord
 
 LENGTH = "length"
-_FILE = re.compile(r"step-(\d{6,})\.arrow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,7 @@ class RecordedSample:
 
 def recorded_steps(run: Path) -> list[int]:
     """The steps with recorded samples."""
-    folder = run / "rollouts"
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+    return [step for step, path in step_files(run / "rollouts") if path.suffix == SUFFIX]
 
 
 def samples_file(run: Path, step: int | None) -> tuple[Path, int | None]:
@@ -108,7 +106,7 @@ def samples_file(run: Path, step: int | None) -> tuple[Path, int | None]:
         word = "step" if len(steps) == 1 else "steps"
         raise ConfigError(f"--step {step}: {run} holds no samples of this step. It holds samples of {word} {listing}.")
     step = steps[-1] if step is None else step
-    return run / "rollouts" / f"step-{step:06d}.arrow", step
+    return RunDirectory.rollouts_of(run, step), step
 
 
 def _why_no_samples(record: RunRecord) -> str:
