@@ -16,7 +16,7 @@ from rlhf_runtime.config.placement import ranks_of
 from rlhf_runtime.config.sections import PlacementSection
 from rlhf_runtime.report.run_record import RunRecord
 from rlhf_runtime.samples.episodes import Episodes
-from rlhf_runtime.samples.sampling import training_failures, training_settings
+from rlhf_runtime.samples.rollout_settings import training_settings
 
 from rlhf_cli.plan.measured_speeds import Measured, mean_time, measured_speeds, other_time, step_lines
 from rlhf_cli.plan.speeds import (
@@ -126,8 +126,7 @@ def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, P
     layouts, left_out = [], {}
     batch = run.config.data.batch_size * run.config.sampling.samples_per_prompt
     one_place = engines.share is not None or "in_process" in run.parts["launcher"].resolved.cls.capabilities
-    failures = training_failures(run.config, lambda note: None)
-    settings = training_settings(run.config, failures, run.algorithm.needs())
+    settings = training_settings(run.config, run.algorithm.needs(), lambda note: None)
     for name, options, layout in _layouts(run):
         if problems := [*sampling.stream(layout), *sections.curriculum(layout)]:
             left_out[name] = problems[0]

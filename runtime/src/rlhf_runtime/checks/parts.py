@@ -44,7 +44,7 @@ from rlhf_runtime.loop.schedule import UpdateSchedule
 from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.precompute import problems_of
 from rlhf_runtime.rewards.scoring import ActiveReward
-from rlhf_runtime.samples.sampling import evaluation_sampling, training_sampling
+from rlhf_runtime.samples.rollout_settings import evaluation_sampling, training_sampling
 
 EXPERTS, BASE = "experts", "base"
 """Capabilities of generators: ``GeneratorSpec.experts``, ``GenerationRequest.base``."""

@@ -34,7 +34,8 @@ from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.observe.sample_lines import printable
 from rlhf_runtime.observe.sample_metrics import source_metrics
-from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, evaluation_sampling, evaluation_settings
+from rlhf_runtime.samples.rollout_settings import evaluation_sampling, evaluation_settings
+from rlhf_runtime.samples.rollouts import Sampler
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.prepare import Prepared, last_start, prepare_run
 
@@ -93,7 +94,7 @@ def evaluate_model(
     sample."""
     with answers(config, plugins) as (prepared, sampler):
         rows, prompt_of = prepared.data.eval_rows(config.eval.max_rows), prepared.data.template.prompt_of
-        settings = evaluation_settings(config, evaluation_failures(config, _say))
+        settings = evaluation_settings(config, _say)
         with phase("answering prompts") as count:
             metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, prepared.evaluation, count=count)
         if save is not None:

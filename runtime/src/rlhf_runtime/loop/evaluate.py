@@ -23,8 +23,7 @@ from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.sample_metrics import evaluation_metrics, metric_names
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
-from rlhf_runtime.samples.rollouts import Count, Rollouts, no_count
-from rlhf_runtime.samples.sampling import Sampler
+from rlhf_runtime.samples.rollouts import Count, Rollouts, Sampler, no_count
 from rlhf_runtime.samples.stream import Stream
 
 

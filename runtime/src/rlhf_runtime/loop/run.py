@@ -34,7 +34,7 @@ from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.samples.acceptance import left_out
 from rlhf_runtime.samples.failures import Failures
-from rlhf_runtime.samples.sampling import Sampler
+from rlhf_runtime.samples.rollouts import Sampler
 from rlhf_runtime.samples.stream import ReadyBatch, Stream
 
 

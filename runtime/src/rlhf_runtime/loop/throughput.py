@@ -12,7 +12,7 @@ from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.models.precompute import PrecomputedRole
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.output.metrics import TIME, step_seconds
-from rlhf_runtime.samples.sampling import Sampler
+from rlhf_runtime.samples.rollouts import Sampler
 
 DRIVER = "driver"
 PEAK_TFLOPS: Mapping[str, float] = {

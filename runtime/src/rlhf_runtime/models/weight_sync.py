@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rlhf.errors import CapabilityError, PluginInvalid, SyncError, brief, short_list
-from rlhf.interfaces import EnginePool, Generator, Proof, TakesModule, TakesTensors
+from rlhf.errors import CapabilityError, PluginInvalid, RolloutError, SyncError, brief, short_list
+from rlhf.interfaces import ComponentConfig, EnginePool, Generator, GeneratorSpec, Proof, TakesModule, TakesTensors
 from rlhf.interfaces.model import ADAPTERS, PARTS
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.seeds import derive_seed
-from rlhf.types import Image
+from rlhf.types import GenerationRequest, Image, Turn
 from torch import Tensor
 
 from rlhf_runtime.config.sections import SyncSection
@@ -245,6 +245,20 @@ class WeightSync:
         if not stale:
             return "No single tensor could be shown to be stale: look for differences in arithmetic (dtype, attention)."
         return f"Stale in the generator: {short_list(stale, 8)}."
+
+
+class NoGenerator(Generator):
+    """The generator of a run whose rollout generates nothing (``Rollout.needs_generator`` is false). It has a version
+    but no weights."""
+
+    name = "none"
+    capabilities = frozenset({HOLDS_NOTHING})
+
+    def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
+        self.config = ComponentConfig()
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        raise RolloutError("the rollout asked for tokens, but it declares needs_generator = False; set it to True")
 
 
 def proofs_of(generator: TakesTensors) -> list[Proof]:

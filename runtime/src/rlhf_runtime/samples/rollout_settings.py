@@ -1,12 +1,14 @@
-"""Settings of a batch of rollouts."""
+"""Settings of rollouts, from the run file and the needs of its algorithm."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rlhf.seeds import derive_seed
-from rlhf.types import Sampling
+from rlhf.types import Needs, Sampling
 
+from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.samples.failures import Failures
 
 TRAINING = "sample"
@@ -71,3 +73,53 @@ class RolloutSettings:
 def greedy_sampling(sampling: Sampling) -> Sampling:
     """``sampling``, but always with the most likely token."""
     return replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
+
+def training_sampling(config: RunFile) -> Sampling:
+    """Sampling parameters of training, from ``[sampling]``."""
+    s = config.sampling
+    return Sampling(s.max_new_tokens, s.temperature, s.top_p, s.top_k, s.min_p, (), s.stop, s.ignore_eos)
+
+
+def evaluation_sampling(config: RunFile) -> Sampling:
+    """Sampling parameters of evaluation, from ``[eval]``. Stop strings are from ``[sampling]``, and so is the default
+    of the token budget."""
+    budget = config.eval.max_new_tokens or config.sampling.max_new_tokens
+    return Sampling(budget, config.eval.temperature, stop=config.sampling.stop)
+
+
+def training_settings(config: RunFile, needs: Needs, note: Callable[[str], None]) -> RolloutSettings:
+    """Settings of training rollouts, from ``[sampling]`` and ``[stream]``, and the algorithm's needs. ``note`` receives
+    a message about the first failed sample."""
+    policy = config.stream.on_failed_sample
+    effect = f'leaves {"its group" if policy == "drop_group" else "the batch"} (stream.on_failed_sample = "{policy}")'
+    return RolloutSettings(
+        sampling=training_sampling(config),
+        samples=config.sampling.samples_per_prompt,
+        purpose=TRAINING,
+        seed=config.run.seed,
+        max_tokens=config.data.max_tokens,
+        deadline=config.stream.rollout_deadline,
+        abort_on_failure=policy == "abort",
+        demonstration_share=needs.demonstration_share,
+        demonstration_sources=needs.demonstration_sources,
+        failures=Failures(config.stream.max_failed, note, effect=effect),
+        max_images=config.data.image_limit,
+        greedy=needs.greedy,
+        demonstrations_per_group=needs.demonstrations_per_group,
+    )
+
+
+def evaluation_settings(config: RunFile, note: Callable[[str], None]) -> RolloutSettings:
+    """Settings of evaluation rollouts, from ``[eval]`` (see :func:`evaluation_sampling`). ``note``: as above."""
+    return RolloutSettings(
+        sampling=evaluation_sampling(config),
+        samples=config.eval.samples,
+        purpose="eval",
+        seed=config.run.seed,
+        max_tokens=config.data.max_tokens,
+        deadline=config.stream.rollout_deadline,
+        abort_on_failure=False,
+        failures=Failures(config.stream.max_failed, note, "evaluation sample", "has no reward", "eval/failed"),
+        max_images=config.data.image_limit,
+    )

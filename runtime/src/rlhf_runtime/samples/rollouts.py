@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlhf.errors import ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
 from rlhf.interfaces import EnginePool, Generator
@@ -18,6 +18,7 @@ from rlhf.types.needs import GREEDY_REWARD
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.calls.returned_values import InvalidResult, check_turns
 from rlhf_runtime.models.shared_devices import Phases
+from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Slice, Timeline
 from rlhf_runtime.samples.failures import describe
 from rlhf_runtime.samples.requests import Places, Requests, SingleRequests, Waves
@@ -212,6 +213,17 @@ class Rollouts:
                 if context.gives_rewards:
                     self.parts.scorer.add_up(part, settings.purpose == TRAINING)
         return trajectories or [trajectory]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Generates answers to rows with the newest weights of the policy, and scores the answers."""
+
+    rollouts: Rollouts
+    weights: WeightSync
+    """Sends the policy's weights to the generator."""
+    phases: Phases
+    """Decides whether the generator or the roles use the devices that they share."""
 
 
 def one_of_each_sample(group: Group) -> list[Trajectory]:

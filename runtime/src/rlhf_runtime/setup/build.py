@@ -51,14 +51,8 @@ from rlhf_runtime.output.run_folder import link_latest
 from rlhf_runtime.report.page import try_report
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.continuous_stream import ContinuousStream
-from rlhf_runtime.samples.failures import Failures
-from rlhf_runtime.samples.sampling import (
-    Sampler,
-    evaluation_failures,
-    evaluation_settings,
-    training_failures,
-    training_settings,
-)
+from rlhf_runtime.samples.rollout_settings import RolloutSettings, evaluation_settings, training_settings
+from rlhf_runtime.samples.rollouts import Sampler
 from rlhf_runtime.samples.stream import RecordedStream, Stream, WaveStream
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.prepare import Prepared, is_scored, prepare, with_folder
@@ -166,18 +160,18 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
         sampler = launch_sampler(prepared, roles, launcher, progress.note, resources, stop, timeline)
         if config.checkpoint.save_rollouts:
             load_writer()
-    failures: list[Failures] = []
+    settings: list[RolloutSettings] = []
     stream: Stream | None = None
     if sampler is not None and prepared.online:
-        failures.append(training_failures(config, progress.note))
-        stream = training_stream(prepared, sampler, failures[0], timeline, progress.count)
+        settings.append(training_settings(config, algorithm.needs(), progress.note))
+        stream = training_stream(prepared, sampler, settings[0], timeline, progress.count)
         resources.callback(stream.close)
     evaluation: Evaluation | None = None
     if rows := data.eval_rows(config.eval.max_rows):
         answers: Answers | None = None
         if sampler is not None:
-            failures.append(evaluation_failures(config, progress.note))
-            answers = functools.partial(_answers, prepared, rows, sampler, failures[-1], directory, store, progress)
+            settings.append(evaluation_settings(config, progress.note))
+            answers = functools.partial(_answers, prepared, rows, sampler, settings[-1], directory, store, progress)
         evaluation = make_evaluation(prepared, rows, roles, sampler, stream, answers)
 
     # What is saved and what is reported. Only then the checkpoint is read, into all of these objects.
@@ -208,7 +202,7 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show, locked: bool) -
         store=store,
         reports=reports,
         progress=progress,
-        failures=failures,
+        failures=[s.failures for s in settings if s.failures is not None],
         stop=stop,
         control=control,
         resources=resources,
@@ -260,14 +254,14 @@ def _answers(
     prepared: Prepared,
     rows: list[Row],
     sampler: Sampler,
-    failures: Failures,
+    settings: RolloutSettings,
     directory: RunDirectory,
     store: CheckpointStore,
     progress: Progress,
     steps_done: int,
 ) -> Metrics:
     """Evaluate the policy's answers to ``rows`` after step ``steps_done``. Write them, as `rlhf eval --save` does."""
-    settings, count = evaluation_settings(prepared.config, failures), functools.partial(progress.count, "samples")
+    count = functools.partial(progress.count, "samples")
     metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, prepared.evaluation, count=count)
     if prepared.config.checkpoint.save_rollouts:
         with store.writing(path := directory.evaluations(steps_done)):
@@ -368,21 +362,19 @@ def make_evaluation(
 def training_stream(
     prepared: Prepared,
     sampler: Sampler,
-    failures: Failures,
+    settings: RolloutSettings,
     timeline: Timeline,
     count: Callable[[str, int, int], None],
 ) -> Stream:
     """The stream that ``[stream]`` asks for.
 
     Args:
-        failures: counts its failed samples.
         count: shows how many (samples, or groups) are ready while a step waits for them.
     """
     config, section, needs = prepared.config, prepared.config.stream, prepared.algorithm.needs()
     if section.replay is not None:
         recorded = functools.partial(RunDirectory.rollouts_of, Path(section.replay))
         return RecordedStream(recorded, prepared.data.row, section.staleness + section.round - 1)
-    settings = training_settings(config, failures, needs)
     common: dict[str, Any] = {
         "batch_size": config.data.batch_size,
         "total_steps": prepared.total_steps,

@@ -28,14 +28,13 @@ from rlhf_runtime.data.tokenizer import TokenDecoder, embedding_rows, tokens_of
 from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.models.roles import Role, lend
 from rlhf_runtime.models.shared_devices import Phases
-from rlhf_runtime.models.weight_sync import WeightSync
+from rlhf_runtime.models.weight_sync import NoGenerator, WeightSync
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role
 from rlhf_runtime.rewards.scoring import Scorer
-from rlhf_runtime.samples.rollouts import Rollouts
+from rlhf_runtime.samples.rollouts import Rollouts, Sampler
 from rlhf_runtime.samples.sample_context import SampleParts
-from rlhf_runtime.samples.sampling import NoGenerator, Sampler
 from rlhf_runtime.setup.prepare import PlacedPlugins, Prepared
 
 
