@@ -3,12 +3,14 @@ return."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf.errors import PluginInvalid, TrainingError, boundary, brief
 from rlhf.interfaces import Algorithm, Loss, Reward
-from rlhf.types import Annotation, Head, Needs, RoleSpec, Snapshot, Update
+from rlhf.ops.batch import Batch
+from rlhf.types import Annotation, Group, Head, Needs, RoleSpec, Snapshot, Update
+from rlhf.types.examples import Example
 
 ITEMS: Mapping[str, tuple[tuple[type[Any], ...], str]] = {
     "annotations": ((Annotation,), "a list of Annotations, [] for none"),
@@ -61,3 +63,30 @@ def needs_of(algorithm: Algorithm) -> Needs:
     if "policy" not in [role.name for role in declared if isinstance(role, RoleSpec)]:
         raise PluginInvalid(f'{label} declares no role "policy"; add RoleSpec("policy", trained=True) to its roles')
     return needs
+
+
+def assemble(
+    algorithm: Algorithm, examples: Sequence[Group] | Sequence[Example]
+) -> tuple[Batch | None, dict[str, float]]:
+    """What ``algorithm.assemble(examples)`` returns. Raises PluginInvalid if that is not (batch or None, metrics)."""
+    match algorithm.assemble(examples):
+        case (Batch() | None as batch, Mapping() as metrics):
+            _require_images(algorithm, examples, batch)
+            return batch, dict(metrics)
+        case other:
+            raise PluginInvalid(
+                f"assemble() of algorithm {algorithm.name!r} returned {brief(other)}. It must return a tuple of two: "
+                "the batch, None if there is nothing to learn from, and a dictionary of metrics. Without metrics write "
+                "`return batch, {}`."
+            )
+
+
+def _require_images(algorithm: Algorithm, examples: Sequence[Group] | Sequence[Example], batch: Batch | None) -> None:
+    """Refuse a batch that lacks images of its examples. A model would read the placeholder tokens of images as
+    words."""
+    rows = [e for e in examples if isinstance(e, Example)]
+    if batch is not None and not batch.images_B and rows and all(s.images for e in rows for s in e.sequences):
+        raise PluginInvalid(
+            f"assemble() of algorithm {algorithm.name!r} left out the images of its examples. Pass Sequence.images on: "
+            "SequenceData(s.ids, {...}, s.role, s.images)."
+        )

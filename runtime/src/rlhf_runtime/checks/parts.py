@@ -30,7 +30,7 @@ from rlhf.ops.heads import BUILTIN, gives
 from rlhf.types import ExpertLayers, Lent, RoleSpec, Row, Update
 from rlhf_hub.adapter_folders import adapter_of
 
-from rlhf_runtime.calls.algorithm_calls import ask
+from rlhf_runtime.calls.algorithm_calls import ask, assemble
 from rlhf_runtime.checks.run import RunPlugins, device_here
 from rlhf_runtime.checks.sampling import ANSWERS, CORRECTION
 from rlhf_runtime.config.components import component_config
@@ -41,7 +41,6 @@ from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.sources import TOOLS, Source
 from rlhf_runtime.data.tokenizer import special_tokens_in
 from rlhf_runtime.loop.schedule import UpdateSchedule
-from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.precompute import problems_of
 from rlhf_runtime.rewards.scoring import ActiveReward
 from rlhf_runtime.samples.rollout_settings import evaluation_sampling, training_sampling

@@ -15,11 +15,10 @@ from rlhf.ops.loss_value import finish_sums
 from rlhf.types import Group, Row, Update
 from rlhf.types.examples import Example
 
-from rlhf_runtime.calls.algorithm_calls import ask
+from rlhf_runtime.calls.algorithm_calls import ask, assemble
 from rlhf_runtime.config.sections import EvalSection
 from rlhf_runtime.loop.best_value import BestTracker, is_number_of_samples, unknown_metric
 from rlhf_runtime.loop.learn import Metrics, loss_batch, role_of, summary
-from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.sample_metrics import evaluation_metrics, metric_names
 from rlhf_runtime.samples.rollout_settings import RolloutSettings

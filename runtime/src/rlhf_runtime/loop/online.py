@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rlhf_runtime.calls.algorithm_calls import assemble
 from rlhf_runtime.loop.run import OnlineRun
-from rlhf_runtime.models.assemble import assemble
 
 
 def online(run: OnlineRun) -> None:

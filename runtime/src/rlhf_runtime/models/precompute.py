@@ -26,8 +26,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlhf_runtime.calls.algorithm_calls import assemble
 from rlhf_runtime.checkpoint.atomic_files import publish_file
-from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 
 BATCHES = 8
