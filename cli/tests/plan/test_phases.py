@@ -9,8 +9,7 @@ from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.memory import EngineMemory, PhaseMemory, TrainerMemory
 from rlhf_cli.plan.layout import EngineLayout, Layout, Machine, RoleLayout
 from rlhf_cli.plan.model_size import read_size
-from rlhf_cli.plan.phases import PROCESS_BYTES, TOKENIZER_BYTES, occupied
-from rlhf_cli.plan.shortages import make_plan
+from rlhf_cli.plan.phases import PROCESS_BYTES, TOKENIZER_BYTES, make_plan, occupied
 from rlhf_testing.tiny import tiny_model
 
 GIB = 2**30

@@ -15,9 +15,9 @@ from rlhf_cli.plan.command import target
 from rlhf_cli.plan.from_run_file import layout_of, planned_run, work_of
 from rlhf_cli.plan.layout import Machine
 from rlhf_cli.plan.nearest_change import nearest
+from rlhf_cli.plan.phases import make_plan
 from rlhf_cli.plan.report import as_json, assumptions, describe
 from rlhf_cli.plan.row_lengths import limits, read_lengths
-from rlhf_cli.plan.shortages import make_plan
 from rlhf_runtime.checks.run import run_plugins
 from rlhf_runtime.config.load import load
 from rlhf_runtime.data.dataset import TrainData

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from rlhf_cli.plan.layout import Machine
     from rlhf_cli.plan.nearest_change import Nearest
-    from rlhf_cli.plan.phases import GroupPlan
-    from rlhf_cli.plan.shortages import Plan
+    from rlhf_cli.plan.phases import GroupPlan, Plan
     from rlhf_cli.plan.step_time import StepTimes
 
 
@@ -93,8 +92,8 @@ class PlanCommand(Command):
 def planned(run: RunPlugins, machine: Machine) -> tuple[Plan, list[str]]:
     """The plan of a checked run on ``machine``, and its assumptions."""
     from rlhf_cli.plan.from_run_file import layout_of
+    from rlhf_cli.plan.phases import make_plan
     from rlhf_cli.plan.report import assumptions
-    from rlhf_cli.plan.shortages import make_plan
 
     plan = make_plan(layout_of(run, machine))
     return plan, list(assumptions(plan, lambda lengths: make_plan(layout_of(run, machine, lengths))))

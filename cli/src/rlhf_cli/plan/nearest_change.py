@@ -13,7 +13,7 @@ from rlhf_runtime.config.sections import section_path
 
 from rlhf_cli.plan.from_run_file import layout_of, planned_run
 from rlhf_cli.plan.layout import RoleLayout
-from rlhf_cli.plan.shortages import Plan, make_plan
+from rlhf_cli.plan.phases import Plan, make_plan
 
 Flags = Mapping[str, str]
 """{dotted flag without dashes: text}."""

@@ -9,9 +9,8 @@ from rlhf.interfaces.launcher import GENERATOR
 
 from rlhf_cli.plan.layout import Layout
 from rlhf_cli.plan.nearest_change import Nearest
-from rlhf_cli.plan.phases import GroupPlan
+from rlhf_cli.plan.phases import GroupPlan, Plan
 from rlhf_cli.plan.row_lengths import Lengths
-from rlhf_cli.plan.shortages import Plan
 from rlhf_cli.plan.units import text
 
 

@@ -10,8 +10,6 @@ UNITS = {"": 1, "B": 1}
 UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}
 UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}
 
-GIB = 2**30
-
 
 def parse(text: str, option: str) -> int:
     """``80GiB``, ``1.5 TB``, ``24000000000`` -> bytes.
@@ -29,7 +27,7 @@ def parse(text: str, option: str) -> int:
 
 def text(count: float) -> str:
     """``1.50 GiB``, ``320 MiB``; three significant digits."""
-    for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             value = count / size
             return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
