@@ -137,10 +137,12 @@ def _show_run(config: RunFile, plugins: Plugins) -> Prepared:
 def _show_plan(prepared: Prepared) -> None:
     """Placement and memory in a few comments, as `rlhf plan` shows them. A run may train a model whose memory cannot be
     estimated."""
-    from rlhf_cli.plan.command import planned, show_summary, target
+    from rlhf_cli.plan.command import target
+    from rlhf_cli.plan.report import planned, summary
 
     try:
-        show_summary(*planned(prepared, target()))
+        plan, notes = planned(prepared, target())
+        sys.stdout.write("".join(f"# {line}\n" for line in [*summary(plan), *notes]))
     except ModelError as error:
         sys.stdout.write(f"# placement and memory: not estimated: {' '.join(str(error).split())}\n")
 
