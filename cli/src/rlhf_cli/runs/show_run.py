@@ -30,10 +30,9 @@ class ShowCommand(Command):
     def run(self, args: argparse.Namespace) -> int:
         from rlhf_runtime.report.run_record import RunRecord
 
-        from rlhf_cli.runs.compare_runs import print_comparison
-        from rlhf_cli.runs.metric_history import History
-        from rlhf_cli.runs.one_run import print_run
+        from rlhf_cli.runs.curves import History
         from rlhf_cli.runs.output import terminal
+        from rlhf_cli.runs.run_text import print_comparison, print_run
 
         record, history = RunRecord.read(args.run_folder), History.read(args.run_folder)
         if args.other is None:

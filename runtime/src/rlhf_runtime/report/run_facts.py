@@ -73,7 +73,7 @@ def run_facts(record: RunRecord) -> dict[str, Any]:
         "notes": [str(note) for note in _list(record.end.get("notes"))],
         "options": record.options,
         "options_changed": _options_changed(record),
-        "plugins": [_plugin(plugin) for plugin in record.plugins],
+        "plugins": [plugin_row(plugin) for plugin in record.plugins],
         "environment": _environment(record.start.get("environment")),
         "timeline": _timeline(record),
     }
@@ -173,7 +173,8 @@ def _options_changed(record: RunRecord) -> dict[str, str] | None:
     return {path: value_text(value) for path, value in values.items() if value is not None}
 
 
-def _plugin(plugin: Mapping[str, Any]) -> list[str]:
+def plugin_row(plugin: Mapping[str, Any]) -> list[str]:
+    """[kind, name, distribution with version or the reference of a file] of a recorded plugin."""
     source = plugin.get("ref") or f"{plugin.get('distribution', '?')} {plugin.get('version') or ''}".strip()
     return [str(plugin.get("kind", "?")), str(plugin.get("name", "?")), str(source)]
 

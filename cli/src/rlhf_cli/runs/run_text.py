@@ -1,9 +1,9 @@
-"""The output of `rlhf show RUN`."""
+"""Runs as text for a terminal: one (`rlhf show RUN`), or two side by side (`rlhf show RUN OTHER`)."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,15 +14,16 @@ from rlhf.plugins.resolved import IN_PROCESS
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.observe.sample_lines import printable
 from rlhf_runtime.output.run_directory import step_files
-from rlhf_runtime.report.run_facts import OF_A_CALL
+from rlhf_runtime.report.run_facts import OF_A_CALL, plugin_row
 from rlhf_runtime.report.run_record import RunRecord, value_text
 
-from rlhf_cli.runs.curves import draw, number
-from rlhf_cli.runs.metric_history import History
+from rlhf_cli.runs.curves import STYLES, History, draw, number
 from rlhf_cli.runs.output import STATE_STYLES, has_colour, table
 
 CURVES = ("reward", "loss", "pass@1", "eval loss")
 """Labels of the metrics that are drawn if no metric is named (:data:`rlhf_runtime.observe.progress.HEADLINE`)."""
+NOT_COMPARED = ("run.name", "run.output", "run.resume")
+"""Options for the folder and the name of a run, which are not compared."""
 ABSENT = object()
 TIME = "%Y-%m-%d %H:%M"
 
@@ -83,8 +84,8 @@ def _print_plugins(console: Console, record: RunRecord) -> None:
         _print_heading(console, "Plugins")
         grid = table("", "", "")
         for plugin in record.plugins:
-            source = plugin.get("ref") or f"{plugin.get('distribution', '?')} {plugin.get('version', '')}".strip()
-            grid.add_row(f"  {plugin.get('kind', '?')}", str(plugin.get("name", "?")), str(source))
+            kind, name, source = plugin_row(plugin)
+            grid.add_row(f"  {kind}", name, source)
         grid.show_header = False
         console.print(grid)
 
@@ -220,3 +221,83 @@ def _steps(steps: Sequence[int]) -> str:
         return f"steps {', '.join(map(str, steps))}"
     is_range = steps[-1] - steps[0] + 1 == len(steps)
     return f"steps {steps[0]} to {steps[-1]}" if is_range else f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
+
+
+def print_comparison(
+    console: Console, records: tuple[RunRecord, RunRecord], histories: tuple[History, History], metrics: Sequence[str]
+) -> None:
+    """Print two runs side by side.
+
+    Args:
+        metrics: metrics to show; if empty, those that a run shows in its progress.
+    """
+    names = [str(record.path) for record in records]
+    grid = table("", *names)
+    grid.add_row("algorithm", *(record.algorithm for record in records))
+    grid.add_row("model", *(record.model for record in records))
+    grid.add_row("state", *(record.state[0] for record in records))
+    grid.add_row("steps", *(f"{record.steps_done} of {record.total_steps or '?'}" for record in records))
+    bests = [record.best for record in records]
+    if any(bests):
+        grid.add_row("best", *(f"{b.metric} {number(b.value)} (step {b.step})" if b else "" for b in bests))
+    console.print(grid)
+    _print_differences(console, "Options that differ", names, _differences(*map(_options, records)))
+    _print_differences(console, "Plugins that differ", names, _differences(*(_plugins(record) for record in records)))
+    _print_both_metrics(console, names, histories, metrics)
+    for record, history in zip(records, histories, strict=True):
+        for problem in dict.fromkeys(filter(None, [*record.problems, history.problem])):
+            console.print(f"note: {record.path}: {problem}", style="yellow", soft_wrap=True)
+
+
+def _options(record: RunRecord) -> dict[str, str]:
+    return {path: text for path, text in record.options.items() if path not in NOT_COMPARED}
+
+
+def _plugins(record: RunRecord) -> dict[str, str]:
+    """{kind and name: distribution with version, or the reference of a file}."""
+    return {
+        f"{p.get('kind')} {p.get('name')}": f"{p.get('distribution')} {p.get('version') or p.get('sha256', '')[:12]}"
+        for p in record.plugins
+    }
+
+
+def _differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    keys = [*first, *(key for key in other if key not in first)]
+    return [(key, first.get(key, "-"), other.get(key, "-")) for key in keys if first.get(key) != other.get(key)]
+
+
+def _print_differences(console: Console, title: str, names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
+    console.print()
+    if not rows:
+        console.print(f"{title}: none", style="bold")
+        return
+    grid = table("", *names, title=title)
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)
+
+
+def _print_both_metrics(
+    console: Console, names: Sequence[str], histories: tuple[History, History], metrics: Sequence[str]
+) -> None:
+    rows = list(metrics) or list(dict.fromkeys(name for history in histories for name in history.headline()))
+    if not rows:
+        return
+    console.print()
+    grid = table("", *(f">{name}" for name in names), title="Metrics, first -> last")
+    for name in rows:
+        extremes = [history.extremes(name) for history in histories]
+        grid.add_row(name, *(f"{number(f.first)} -> {number(f.last)}" if f else "" for f in extremes))
+    console.print(grid)
+    colour = has_colour(console)
+    for name in metrics or dict.fromkeys(name for history in histories for name in history.headline(CURVES)):
+        curves = [history.curve(name, run) for history, run in zip(histories, names, strict=True)]
+        if not any(curve.varies for curve in curves):
+            continue
+        console.print()
+        title = Text(printable(name), "bold")
+        if colour:
+            for run, style in zip(names, STYLES, strict=True):
+                title.append("  ").append(run, style)
+        console.print(title)
+        console.print(draw(curves, colour))
