@@ -10,6 +10,7 @@ from rlhf_cli.doctor import imports
 from rlhf_cli.doctor.child import ask
 from rlhf_cli.doctor.findings import redacted
 from rlhf_cli.doctor.versions import Installed
+from rlhf_runtime.output.run_directory import driver_gpus
 
 DeepSpeedCheck = pytest.importorskip("rlhf_plugin_deepspeed.checks").DeepSpeedCheck
 RayCheck = pytest.importorskip("rlhf_plugin_ray.checks.check").RayCheck
@@ -159,7 +160,7 @@ def test_gpus_that_torch_does_not_see(tmp_path, monkeypatch):
     assert check.text.endswith("the driver lists NVIDIA H200, 143771 MiB, 580.95.05")
     assert "for CUDA" in check.remedy
     program.write_text("#!/bin/sh\nexit 9\n")
-    assert imports.driver_gpus() == []
+    assert driver_gpus() == []
 
 
 def test_a_broken_torch(site):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import subprocess
 from collections.abc import Sequence
 
 from rlhf.errors import short_list
 from rlhf.interfaces import Finding
 from rlhf.plugins import Plugins
+from rlhf_runtime.output.run_directory import driver_gpus
 
 from rlhf_cli.doctor import probes
 from rlhf_cli.doctor.child import ask
@@ -92,19 +91,6 @@ def _nccl(facts: dict[str, object]) -> Finding:
         fix = "install a build of torch with NCCL; without it several GPUs cannot work together"
         return Finding("nccl", "warn", "CUDA, but no NCCL in this torch", fix)
     return Finding("nccl", "ok", f"{facts['nccl']}")
-
-
-def driver_gpus() -> list[str]:
-    """``name, memory, driver version`` of each GPU that ``nvidia-smi`` lists; empty if the program is not installed."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        process = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in process.stdout.splitlines() if line.strip()] if process.returncode == 0 else []
 
 
 def plugins(timeout: float) -> Finding:

@@ -15,15 +15,13 @@ from rlhf.interfaces import Finding
 from rlhf_hub.adapter_folders import ADAPTER_WEIGHTS, adapter_of, require_base
 from rlhf_hub.other_formats import other_format
 from rlhf_hub.published import looks_local
+from rlhf_runtime.checkpoint.store import STATE_BYTES
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.loading import file_kind
 from rlhf_runtime.output.run_folder import default_folder, is_free
 
 from rlhf_cli.doctor.findings import gib, quantity
 from rlhf_cli.doctor.machine import disk
-
-BYTES_PER_PARAMETER = 12
-"""Bytes per parameter of a trained model in a checkpoint: weights and two moments of the optimizer in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +166,7 @@ def output(config: RunFile, sizes: dict[str, Weights]) -> list[Finding]:
         return [Finding("output", "fail", f"{place} cannot be written: {error.strerror}", "choose another --output")]
     trained = [size.parameters for name, size in sizes.items() if name in ("policy.model", "critic.model")]
     copies = config.checkpoint.keep + 2  # the best checkpoint, and the one that is being written
-    need = sum(trained) * BYTES_PER_PARAMETER * copies
+    need = sum(trained) * STATE_BYTES * copies
     room = disk(place, "output disk", need, f"{copies} checkpoints of all weights with Adam's moments in fp32")
     has_run = (path / "config.toml").exists()
     if has_run and not (config.run.resume or config.run.overwrite or is_free(path)):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
 from rlhf.interfaces import Command
@@ -63,9 +63,8 @@ def model_flags(model: str, system: str | None) -> list[tuple[str, str | None]]:
 
     Raises ConfigError if the run has no model yet.
     """
-    import tomllib
-
     from rlhf.errors import ConfigError
+    from rlhf_runtime.report.run_record import read_config
 
     folder = Path(model).expanduser()
     flags: list[tuple[str, str | None]] = [] if system is None else [("data.system", system)]
@@ -76,10 +75,7 @@ def model_flags(model: str, system: str | None) -> list[tuple[str, str | None]]:
             f"the run {folder} has not written a model yet: there is no {folder / 'model'}. Export the model of a "
             f"checkpoint (rlhf export {folder} --step N -o FOLDER), and name that folder."
         )
-    try:
-        config: dict[str, Any] = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
-        raise ConfigError(f"{folder / 'config.toml'} cannot be read: {cause}.") from cause
+    config = read_config(folder / "config.toml")
     data = config.get("data", {})
     names = ("template",) if system is not None else ("system", "template")
     flags += [(f"data.{name}", data[name]) for name in names if name in data]

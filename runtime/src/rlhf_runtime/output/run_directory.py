@@ -343,7 +343,7 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": usable_cores(),
         "memory_gib": _memory_gib(),
-        "gpus": _gpus(),
+        "gpus": driver_gpus(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: installed_version(name) for name in _PACKAGES},
@@ -386,8 +386,8 @@ def _memory_gib() -> float | None:
         return None
 
 
-def _gpus() -> list[str]:
-    """Names and memory from the GPU driver. Asking torch would start CUDA in this process."""
+def driver_gpus() -> list[str]:
+    """``name, memory, driver version`` of each GPU, from the driver. Asking torch would start CUDA in this process."""
     text = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     return [line.strip() for line in text.splitlines() if line.strip()]
 
@@ -395,7 +395,7 @@ def _gpus() -> list[str]:
 def _output(*command: str) -> str:
     """A program's output. Empty if the program is not installed, fails or hangs, because this must not stop a run."""
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return process.stdout.strip() if process.returncode == 0 else ""

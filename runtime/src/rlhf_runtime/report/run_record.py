@@ -51,7 +51,7 @@ class RunRecord:
         if not is_run(path):
             raise ConfigError(_no_run(path))
         problems: list[str] = []
-        config = _tolerant(_read_config, path / "config.toml", {}, problems)
+        config = _tolerant(read_config, path / "config.toml", {}, problems)
         starts = _tolerant(_read_starts, path / "manifest.json", [], problems)
         return cls(path, config, starts, FolderLock.is_held(path), problems)
 
@@ -275,7 +275,8 @@ def _tolerant(reader: Callable[[Path], Any], path: Path, absent: Any, problems: 
         return absent
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
+def read_config(path: Path) -> Mapping[str, Any]:
+    """The tables of a ``config.toml``. Raises ConfigError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
