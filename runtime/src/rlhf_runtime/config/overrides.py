@@ -64,8 +64,7 @@ class Overrides:
         if not isinstance(parent, dict):
             return  # reported when the section is validated
         # The config.toml of a run contains the defaults of its sources, rewards and observers.
-        entry_class = SourceSection if section else model_of(_item(key))
-        fields = entry_class.model_fields if entry_class is not None else {}
+        fields = (SourceSection if section else LISTS[key]).model_fields
         defaults = {n: list(f.default) if isinstance(f.default, tuple) else f.default for n, f in fields.items()}
         for i, entry in enumerate(parent.get(name) or ()):
             options = set(entry) - {field} if isinstance(entry, dict) else set()
@@ -172,12 +171,6 @@ class Overrides:
                     f"{field}{origin(field, self.origins)} was set for {was}, which --{path}.use replaces with "
                     f"{new!r}. Remove it from the file, or set it with --{field}."
                 )
-
-
-def _item(key: str) -> Any:
-    """The type of an entry of a list of sections."""
-    item = item_of(RunFile.model_fields[key].annotation)
-    return None if item is None else item[1]
 
 
 def _origin(key: str, raw: str | PythonValue | None) -> str:

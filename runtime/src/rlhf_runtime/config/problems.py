@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from rlhf.errors import ConfigError, RlhfError, did_you_mean
 
 from rlhf_runtime.config.flag_values import NO_VALUE, item_of, model_of, toml_value
@@ -24,8 +25,6 @@ _TOML_NAMES: dict[type, str] = {
     dict: "table",
     type(None): "nothing",
 }
-_RESERVED = frozenset({"options"})
-"""Fields that users do not write: they hold a plugin's options."""
 
 
 def raise_problems(headline: str, problems: Sequence[str], error: type[RlhfError] = ConfigError) -> None:
@@ -58,7 +57,14 @@ def describe(
     for errors in by_location.values():
         right_type = [e for e in errors if not e["type"].endswith("_type")]  # of a union's branches that fit the type
         for entry in errors[:1] if errors[0]["input"] is NO_VALUE else right_type or errors:
-            lines += _lines(entry, model, prefix, origins, suggestions)
+            *parents, name = entry["loc"] or ("",)
+            section, path = _model_at(model, parents), ".".join([prefix, *entry["loc"]] if prefix else entry["loc"])
+            if entry["type"] == "extra_forbidden":
+                fields = section.model_fields if section is not None else ()
+                lines += unknown_keys(path, entry["input"], fields, origins, suggestions)
+            else:
+                field = section.model_fields.get(name) if section is not None else None
+                lines.append(_line(entry, path, field, origins))
     return lines
 
 
@@ -70,7 +76,7 @@ def unknown_keys(
     suggestions: Suggestions | None = None,
 ) -> list[str]:
     """The lines for an unknown key. A table has one line for each key in it."""
-    names = sorted(set(allowed) - _RESERVED)
+    names = sorted(set(allowed) - {"options"})  # which users do not write: it holds the others
     listing = f"Allowed here: {', '.join(names)}." if names else "There are no options here."
     section = get_close_matches(path, names, n=1, cutoff=0.8) if isinstance(value, Mapping) else []
     lines = []
@@ -116,29 +122,10 @@ def type_and_value(value: Any) -> str:
     return f"{_TOML_NAMES.get(type(value), type(value).__name__)} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
-def _lines(
-    error: dict[str, Any],
-    model: type[BaseModel],
-    prefix: str,
-    origins: Mapping[str, str],
-    suggestions: Suggestions | None,
-) -> list[str]:
-    if error["type"] != "extra_forbidden":
-        return [_line(error, model, prefix, origins)]
-    location = [str(part) for part in error["loc"]]
-    parent = _model_at(model, location[:-1])
-    path = ".".join([prefix, *location] if prefix else location)
-    return unknown_keys(path, error["input"], parent.model_fields if parent else (), origins, suggestions)
-
-
-def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: Mapping[str, str]) -> str:
-    location = [str(part) for part in error["loc"]]
-    path = ".".join([prefix, *location] if prefix else location)
+def _line(error: dict[str, Any], path: str, field: FieldInfo | None, origins: Mapping[str, str]) -> str:
     kind, value = error["type"], error["input"]
     label = f"{path}{origin(path, origins)}"
     if kind == "missing":
-        parent = _model_at(model, location[:-1])
-        field = parent.model_fields.get(location[-1]) if parent is not None else None
         item = item_of(field.annotation) if field is not None else None
         tables = item is not None and item[0] is dict and model_of(item[1]) is not None
         is_list = item is not None and item[0] is not dict
@@ -152,8 +139,6 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
     message = re.sub(r"^\w+ (should have at least \d+ \w+)( after validation.*)?$", r"\1", message)
     message = message.removeprefix("Input ").replace("valid dictionary", "table").replace("valid tuple", "list")
     if value is NO_VALUE:
-        parent = _model_at(model, location[:-1])
-        field = parent.model_fields.get(location[-1]) if parent else None
         default = field.default if field is not None and isinstance(field.default, int | float | str) else None
         return f"{label}: needs a value, which {message}{f', e.g. --{path} {default}' if default else ''}."
     hint = ""
