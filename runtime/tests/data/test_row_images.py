@@ -509,10 +509,11 @@ def test_objects_of_a_python_program_become_files(models, tmp_path):
 
 def test_an_environments_images_cross_a_process():
     from rlhf.types import EnvStep
-    from rlhf_runtime.calls.returned_values import InvalidResult, check_step, step_from_json, step_to_json
+    from rlhf_runtime.calls.plugin_process import plain
+    from rlhf_runtime.calls.returned_values import InvalidResult, check_step, step_from_json
 
     step = EnvStep("look", images=(RED, BLUE))
-    assert step_from_json(json.loads(json.dumps(step_to_json(check_step(step))))) == step
+    assert step_from_json(json.loads(json.dumps(check_step(step), default=plain))) == step
     with pytest.raises(InvalidResult, match="allowed: contents of image files, bytes"):
         check_step(EnvStep(images=["red.png"]))
 

@@ -18,12 +18,14 @@ import struct
 import sys
 import threading
 import time
+from base64 import b64encode
+from dataclasses import fields
 from typing import Any
 
 from packaging.requirements import Requirement
 from rlhf.plugins.requirements import installed_version, unmet
 from rlhf.supervisor import ignore_stops
-from rlhf.types import Group, Row, Sampling
+from rlhf.types import EnvStep, Group, RewardResult, Row, Sampling
 
 from rlhf_runtime.calls.deadlines import cause
 from rlhf_runtime.calls.returned_values import (
@@ -32,9 +34,6 @@ from rlhf_runtime.calls.returned_values import (
     check_opening,
     check_results,
     check_step,
-    opening_to_json,
-    results_to_json,
-    step_to_json,
 )
 
 HEADER = struct.Struct("!Q")
@@ -48,7 +47,7 @@ class RewardHost:
 
     def score(self, group: Group) -> Any:
         trajectories = [*group.trajectories]
-        return results_to_json(check_results(self._reward.score(group), trajectories, group.trajectories))
+        return check_results(self._reward.score(group), trajectories, group.trajectories)
 
 
 class EnvHost:
@@ -62,11 +61,11 @@ class EnvHost:
     def reset(self, row: Row, seed: int, sampling: Sampling | None) -> Any:
         self._env = self._cls(self._config)
         self._env.sampling = sampling
-        return opening_to_json(check_opening(self._env.reset(row, seed), self._agents))
+        return check_opening(self._env.reset(row, seed), self._agents)
 
     def step(self, action: str, sampling: Sampling | None) -> Any:
         self._env.sampling = sampling
-        return step_to_json(check_step(self._env.step(action), self._agents))
+        return check_step(self._env.step(action), self._agents)
 
     def close(self) -> None:
         env, self._env = self._env, None
@@ -119,7 +118,12 @@ def unmet_requirements(texts: list[str], extra: str) -> list[str]:
 
 
 def plain(value: object) -> Any:
-    """Converts numbers of other libraries in ``info`` to JSON numbers. Raises InvalidResult for anything else."""
+    """Converts results, their images, and numbers of other libraries in ``info`` to JSON values. Raises InvalidResult
+    for anything else."""
+    if isinstance(value, RewardResult | EnvStep | Sampling):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):

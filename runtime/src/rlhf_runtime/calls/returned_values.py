@@ -1,13 +1,11 @@
-"""Checks the return values of rewards, environments and rollouts, and converts them to and from the JSON of worker
-processes."""
+"""Checks the return values of rewards, environments and rollouts, and reads those of worker processes."""
 
 from __future__ import annotations
 
 import math
 import numbers
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rlhf.errors import CheckpointError, brief
@@ -151,10 +149,6 @@ def _check_conversation(turns: Sequence[Turn], experts: ExpertLayers | None) -> 
             raise InvalidResult(f"returned a record that cannot be used: {cause}") from None
 
 
-def results_to_json(results: Sequence[RewardResult | str]) -> list[Any]:
-    return [r if isinstance(r, str) else asdict(r) for r in results]
-
-
 def results_from_json(values: object, trajectories: Sequence[Trajectory]) -> list[RewardResult | str]:
     """The results in the answer of a worker process. They are checked again, because a worker runs third-party code."""
     if not isinstance(values, list):
@@ -170,14 +164,6 @@ def results_from_json(values: object, trajectories: Sequence[Trajectory]) -> lis
     if len(results) != len(trajectories):
         return check_results(results, trajectories)
     return [v if isinstance(v, str) else _check_result(v, t) for v, t in zip(results, trajectories, strict=True)]
-
-
-def step_to_json(step: EnvStep) -> dict[str, Any]:
-    return {**asdict(step), "images": [b64encode(image).decode() for image in step.images]}
-
-
-def opening_to_json(opening: str | EnvStep) -> str | dict[str, Any]:
-    return opening if isinstance(opening, str) else step_to_json(opening)
 
 
 def opening_from_json(value: object, agents: Sequence[str] = ()) -> str | EnvStep:
