@@ -235,7 +235,19 @@ def _models(
     checked = row_check(prepared)
     resources.callback(checked.stop)
     checked.start()
-    precomputed = functools.partial(_precomputed, prepared, directory, store, progress, checked)
+
+    def precomputed(spec: ModelSpec, load: Callable[[], Role]) -> Role:
+        """A role whose annotations are computed for all rows before the first step, or read from the run that is
+        resumed."""
+        checked.wait()  # the check uses the tokenizer in its thread, and a tokenizer is not thread-safe
+        path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"
+        data, size = prepared.data, BATCHES * prepared.config.data.batch_size
+        examples = functools.partial(data.every_example, size)
+        trainer = prepared.trainer(spec.role.name)
+        irrelevant = trainer.resolved.cls.layout | trainer.resolved.cls.training_options
+        options = trainer.config.model_dump(mode="json", exclude=set(irrelevant))
+        return precompute(spec, path, prepared.algorithm, examples, load, progress.note, store.writing, options)
+
     roles = launch_roles(prepared, launcher, precomputed, directory.path)
     store.check_space(sum(role.facts.trained_parameters for role in roles.values()), prepared.config.most_checkpoints)
     for role in roles.values():
@@ -279,27 +291,6 @@ def _trainer_options(prepared: Prepared, roles: Mapping[str, Role]) -> list[Trai
             names = {o: f"{section_path(name) + '.' if o in role_options else ''}trainer.{o}" for o in changeable}
             options.append(TrainerOptions(role, selected.resolved, selected.config, names))
     return options
-
-
-def _precomputed(
-    prepared: Prepared,
-    directory: RunDirectory,
-    store: CheckpointStore,
-    progress: Progress,
-    checked: RowCheck,
-    spec: ModelSpec,
-    load: Callable[[], Role],
-) -> Role:
-    """A role whose annotations are computed for all rows before the first step, or read from the run that is
-    resumed."""
-    checked.wait()  # the check uses the tokenizer in its thread, and a tokenizer is not thread-safe
-    path = directory.path / "precomputed" / f"{spec.role.name}.safetensors"
-    data, size = prepared.data, BATCHES * prepared.config.data.batch_size
-    examples = functools.partial(data.every_example, size)
-    trainer = prepared.trainer(spec.role.name)
-    irrelevant = trainer.resolved.cls.layout | trainer.resolved.cls.training_options
-    options = trainer.config.model_dump(mode="json", exclude=set(irrelevant))
-    return precompute(spec, path, prepared.algorithm, examples, load, progress.note, store.writing, options)
 
 
 def row_check(prepared: Prepared) -> RowCheck:
