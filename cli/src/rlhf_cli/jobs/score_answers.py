@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from rlhf.errors import RewardError
+from rlhf.errors import CheckpointError, ConfigError, RewardError
 from rlhf.plugins import Plugins
 from rlhf.types import Group, RewardResult
 from rlhf_runtime.calls.main_thread import MainThread
-from rlhf_runtime.checkpoint.partial_file import PartialFile
+from rlhf_runtime.checkpoint.atomic_files import replace_file
+from rlhf_runtime.checkpoint.json_values import dumps, loads
 from rlhf_runtime.checkpoint.saved_groups import group_lines
 from rlhf_runtime.checks.parts import check_parts, column_problems, refuse
 from rlhf_runtime.config.runfile import RunFile
@@ -126,7 +128,7 @@ def score_answers(
             counts = {"rows": scores.rows, "answers": scores.answers, "sums": scores.sums}
             file.add({**counts, "left_out": dict(scores.left_out), "lines": lines})
             count(scores.rows, total)
-    file.publish("lines")
+    file.publish()
     return scores
 
 
@@ -201,3 +203,87 @@ def first_rows(sources: Sequence[Source], limit: int | None) -> list[int]:
     """The numbers, counted over all sources, of the first rows of each."""
     starts = accumulate((len(source) for source in sources), initial=0)
     return [start + row for start, source in zip(starts, sources, strict=False) for row in range(len(source))[:limit]]
+
+
+class PartialFile:
+    """A file that is written in parts over a long time. It is complete or absent, and an interrupted job can continue
+    it: ``for part in resume(): ...``, then ``add(part)`` until done, then ``publish()``. A part is a JSON object.
+
+    Parts are appended to ``NAME.partial``, one line each, after a first line that describes the job's input. A process
+    that dies loses at most the part that it was writing. Another process with the same input continues after the last
+    complete part.
+
+    Args:
+        header: JSON values that describe the job's input. Parts of another process are used only if its values are
+            equal.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path, self.header = path, dict(header)
+        self.partial = path.with_name(f"{path.name}.partial")
+        self._size = 0
+
+    def resume(self) -> Iterator[dict[str, Any]]:
+        """Parts that exist already. An incomplete last part is removed. The caller must exhaust the iterator.
+
+        Raises ConfigError if the parts were made from another input, naming the difference.
+        """
+        if not self.partial.is_file():
+            self.add(self.header)
+            return
+        size = 0
+        with self.partial.open("rb") as file:
+            for number, line in enumerate(file):
+                if not line.endswith(b"\n"):
+                    break
+                part = loads(line.decode(), f"{self.partial}:{number + 1}")
+                size += len(line)
+                if number:
+                    yield part
+                elif differing := sorted(k for k in {*self.header, *part} if self.header.get(k) != part.get(k)):
+                    raise ConfigError(
+                        f"{self.partial} was started with different values of {', '.join(differing)}. Use the same "
+                        "values to continue it, or remove it (--force)"
+                    )
+        # Else the next part would be appended to the incomplete line.
+        os.truncate(self.partial, size)
+        self._size = size
+        if not size:
+            self.add(self.header)
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        """Append a part. The part is on the disk when this returns.
+
+        Raises CheckpointError if the file cannot be written, or if another process has written to it.
+        """
+        if (self.partial.stat().st_size if self.partial.exists() else 0) != self._size:
+            raise CheckpointError(
+                f"another process writes to {self.partial}, for the same {self.path.name}. It continues, and this one "
+                "ends here: write to another file."
+            )
+        with self._writing(self.partial), self.partial.open("ab") as file:
+            file.write((dumps(part, self.partial.name) + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())
+            self._size = file.tell()
+
+    def publish(self) -> None:
+        """Write the file: the texts in ``lines`` of every part, one per line. The parts are removed."""
+        with self._writing(self.path):
+            lines = (f"{text}\n".encode() for part in self.resume() for text in part["lines"])
+            replace_file(self.path, lambda file: file.writelines(lines))
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the parts."""
+        self.partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as cause:
+            raise CheckpointError(
+                f"{path} could not be written: {cause}. The complete parts are kept in {self.partial}: free some space "
+                "and repeat the same call to continue."
+            ) from cause

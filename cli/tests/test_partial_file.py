@@ -2,7 +2,7 @@
 
 import pytest
 from rlhf.errors import CheckpointError, ConfigError
-from rlhf_runtime.checkpoint.partial_file import PartialFile
+from rlhf_cli.jobs.score_answers import PartialFile
 
 
 def file(tmp_path, **inputs):
@@ -17,7 +17,7 @@ def test_publishing_writes_the_file_and_removes_the_parts(tmp_path):
     output.add({"n": 3, "lines": ["three"]})
     assert not output.path.exists()
     assert [part["n"] for part in file(tmp_path).resume()] == [1, 2, 3]
-    output.publish("lines")
+    output.publish()
     assert output.path.read_text() == "one\nzwei ü\nthree\n"
     assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
 
@@ -32,7 +32,7 @@ def test_a_part_that_was_not_finished_is_made_again(tmp_path, torn):
     second = file(tmp_path)
     assert [part["n"] for part in second.resume()] == [1]
     second.add({"n": 2, "lines": ["two"]})
-    second.publish("lines")
+    second.publish()
     assert second.path.read_text() == "one\ntwo\n"
 
 
@@ -42,9 +42,9 @@ def test_the_parts_are_kept_if_the_file_cannot_be_written(tmp_path):
     output.add({"lines": ["one"]})
     output.path.mkdir()
     with pytest.raises(CheckpointError, match=r"out\.jsonl could not be written: .*are kept in .*\.partial"):
-        output.publish("lines")
+        output.publish()
     output.path.rmdir()
-    output.publish("lines")
+    output.publish()
     assert output.path.read_text() == "one\n"
 
 
@@ -54,7 +54,7 @@ def test_of_two_processes_with_one_file_only_one_continues(tmp_path):
     output.add({"lines": ["one"]})
     with pytest.raises(CheckpointError, match=r"another process writes to .*out\.jsonl\.partial"):
         second.add({"lines": ["one"]})
-    output.publish("lines")
+    output.publish()
     with pytest.raises(CheckpointError, match="another process writes"):
         second.add({"lines": ["two"]})
     assert not output.partial.exists()
