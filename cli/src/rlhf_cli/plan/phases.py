@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rlhf.interfaces.launcher import GENERATOR
 from rlhf.interfaces.memory import FP32, PhaseMemory
+from rlhf_runtime.config.placement import neighbours
 
 from rlhf_cli.plan.layout import DeviceGroup, EngineLayout, Layout, RoleLayout, device_groups
 from rlhf_cli.plan.units import text
@@ -256,13 +257,8 @@ def _syncing(engines: EngineLayout, rest: PhaseMemory, *, cache: bool) -> PhaseM
 
 def _shares_with_engines(layout: Layout, name: str) -> bool:
     """Whether ``name`` is on devices that both an engine and a role use. They compute in turns there."""
-    places = layout.places
-    if GENERATOR not in places:
-        return False
-    home = places[GENERATOR].share or GENERATOR
-    device_owner = places[name].share or name
-    sharers = [n for n, place in places.items() if n != GENERATOR and (place.share or n) == home]
-    return device_owner == home and bool(sharers)
+    sharers = neighbours(layout.places, GENERATOR) if layout.engines is not None else []
+    return bool(sharers) if name == GENERATOR else name in sharers
 
 
 def _shortage(layout: Layout, group: GroupPlan, moment: Moment) -> Shortage | None:

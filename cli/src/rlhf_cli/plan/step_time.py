@@ -187,13 +187,10 @@ def _measured(folder: Path, values: Mapping[str, str], run: RunPlugins) -> Measu
 
 def _record(folder: Path, run: RunPlugins, options: Sequence[str]) -> RunRecord:
     """The run in ``folder``. Raises ConfigError if one of the options has another value there."""
-    record, config = RunRecord.read(folder), run.config.model_dump(mode="json")
+    record = RunRecord.read(folder)
     for path in options:
-        value: Any = config
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value, recorded = run.config.value(path), record.option(path)
         default = 1 if path.startswith("placement") else None
-        recorded = record.option(path)
         if (default if value is None else value) != (default if recorded is None else recorded):
             flag = "--tokens-per-second" if options is SAMPLING else "--learn-seconds"
             raise ConfigError(

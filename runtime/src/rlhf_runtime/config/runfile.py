@@ -169,7 +169,7 @@ class RunFile(ComponentConfig):
         return self.checkpoint.keep + 1 + has_best if self.checkpoint.every or has_best else 1
 
     def value(self, path: str) -> Any:
-        """The value at a dotted path. An absent option of a plugin is None, like an option that was set to None in
+        """The value at a dotted path. An absent option or section is None, like an option that was set to None in
         Python."""
         node: Any = self
         for part in path.split("."):
@@ -178,7 +178,7 @@ class RunFile(ComponentConfig):
             elif isinstance(node, Choice):
                 node = getattr(node, part) if part in type(node).model_fields else node.options.get(part)
             else:
-                node = node.get(part) if isinstance(node, Mapping) else getattr(node, part)
+                node = node.get(part) if isinstance(node, Mapping) else getattr(node, part, None)
         return node
 
     @model_validator(mode="before")
