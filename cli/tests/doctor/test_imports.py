@@ -8,7 +8,7 @@ import pytest
 from rlhf.interfaces import Examination
 from rlhf_cli.doctor import imports
 from rlhf_cli.doctor.child import ask
-from rlhf_cli.doctor.findings import redacted
+from rlhf_cli.doctor.examine import redacted
 from rlhf_cli.doctor.versions import Installed
 from rlhf_runtime.output.run_directory import driver_gpus
 

@@ -5,7 +5,8 @@ import sys
 import pytest
 from rlhf.interfaces import Finding
 from rlhf_cli.doctor import machine
-from rlhf_cli.doctor.findings import GIB, redacted
+from rlhf_cli.doctor.examine import redacted
+from rlhf_cli.doctor.machine import GIB
 
 
 def in_a_namespace(kind, setup, code):

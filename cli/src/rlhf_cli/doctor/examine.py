@@ -3,14 +3,16 @@ plugins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from rlhf.errors import PluginError, RlhfError
 from rlhf.interfaces import Examination, Finding
 from rlhf.plugins import Entry, Plugins
+from rlhf.secrets import find_secrets
 from rlhf_hub.published import looks_local
 from rlhf_runtime.config.flag_values import plain
 from rlhf_runtime.config.load import load
@@ -19,7 +21,6 @@ from rlhf_runtime.config.sections import label_of
 
 from rlhf_cli.doctor import imports, machine, needs, probes, versions
 from rlhf_cli.doctor.child import ask
-from rlhf_cli.doctor.findings import redacted
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +163,22 @@ def _findings_of(
         result = Finding(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", remedy)
     for finding in [result] if isinstance(result, Finding) else result:
         yield redacted(finding)
+
+
+def redacted(finding: Finding, environment: Mapping[str, str] | None = None) -> Finding:
+    """The finding with the values of secret environment variables replaced by ``$NAME``. An error message may quote
+    them.
+
+    Args:
+        environment: the variables; None: those of this process.
+    """
+    text, remedy = finding.text, finding.remedy
+    for name, value in _secrets(os.environ if environment is None else environment).items():
+        text, remedy = text.replace(value, f"${name}"), remedy.replace(value, f"${name}")
+    return replace(finding, text=text, remedy=remedy)
+
+
+def _secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Secret values, longest first, so that a value that contains another one is replaced completely."""
+    names = {path for path in find_secrets(dict(environment)) if len(environment.get(path, "")) >= 4}
+    return {name: environment[name] for name in sorted(names, key=lambda n: -len(environment[n]))}

@@ -12,7 +12,7 @@ from rlhf_runtime.output.run_directory import driver_gpus
 
 from rlhf_cli.doctor import probes
 from rlhf_cli.doctor.child import ask
-from rlhf_cli.doctor.findings import gib, quantity
+from rlhf_cli.doctor.machine import gib
 from rlhf_cli.doctor.versions import VISION
 
 _TRAP = "torchvision::nms"
@@ -111,9 +111,6 @@ def plugins(timeout: float) -> Finding:
     if broken:
         fix = "uninstall or repair the distribution; a run that does not select it is not affected"
         return Finding("plugins", "fail", "\n".join(broken), fix)
-    owners = {e.distribution for e in entries}
-    return Finding(
-        "plugins",
-        "ok",
-        f"{quantity(len(status), 'plugin')} of {quantity(len(owners), 'distribution')}, all can be imported",
-    )
+    count, owners = len(status), len({e.distribution for e in entries})
+    text = f"{count} plugin{'s' * (count != 1)} of {owners} distribution{'s' * (owners != 1)}, all can be imported"
+    return Finding("plugins", "ok", text)

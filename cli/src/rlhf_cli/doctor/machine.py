@@ -17,8 +17,7 @@ from rlhf.control_groups import MEMBERSHIP, MEMINFO, ROOT, allowed_cores, cpu_li
 from rlhf.errors import short_list
 from rlhf.interfaces import Finding
 
-from rlhf_cli.doctor.findings import GIB, gib
-
+GIB = 2**30
 SHM_MINIMUM = 2 * GIB
 """Smallest size in bytes. Ray stores its objects there, such as weights that are sent to the engines."""
 FILES_MINIMUM = 8192
@@ -31,6 +30,11 @@ FRAMEWORKS = ("TRANSFORMERS_", "VLLM_", "WANDB_", "MASTER_ADDR", "MASTER_PORT", 
 SYSTEM = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "PYTHONPATH", "LD_PRELOAD")
 ENVIRONMENT = (*LIBRARIES, *FRAMEWORKS, *SYSTEM)
 """Variables (or their prefixes) that change the behaviour of torch, Ray, vLLM and DeepSpeed."""
+
+
+def gib(size: float) -> str:
+    """Bytes as ``12.3 GiB``."""
+    return f"{size / GIB:.1f} GiB"
 
 
 def cores(root: Path = ROOT, membership: Path = MEMBERSHIP, environment: Mapping[str, str] = os.environ) -> Finding:

@@ -20,8 +20,7 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.loading import file_kind
 from rlhf_runtime.output.run_folder import default_folder, is_free
 
-from rlhf_cli.doctor.findings import gib, quantity
-from rlhf_cli.doctor.machine import disk
+from rlhf_cli.doctor.machine import disk, gib
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,8 @@ def data(config: RunFile) -> Finding:
     if not paths:
         return Finding("data", "fail", "data.train names no source", "give --data FILE")
     note = f"; hub names are not looked up: {short_list(names)}" if names else ""
-    return Finding("data", "ok", f"{quantity(len(paths) - len(names), 'source')} can be read{note}")
+    count = len(paths) - len(names)
+    return Finding("data", "ok", f"{count} source{'s' * (count != 1)} can be read{note}")
 
 
 def output(config: RunFile, sizes: dict[str, Weights]) -> list[Finding]:
