@@ -14,10 +14,10 @@ from rlhf.interfaces import GENERATOR, ModelSpec, Place
 from rlhf.interfaces.memory import ModelSize, SamplingWork, TrainerMemory, TrainerWork
 from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec
+from rlhf_cli.plan.command import parse
 from rlhf_cli.plan.layout import EngineLayout, Layout, Machine, RoleLayout
 from rlhf_cli.plan.model_size import read_size
 from rlhf_cli.plan.phases import make_plan
-from rlhf_cli.plan.units import parse
 from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.memory import trainer_memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +16,13 @@ from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
 from rlhf_cli.plan.speeds import FLAGS
-from rlhf_cli.plan.units import parse
 
 if TYPE_CHECKING:
     from rlhf_cli.plan.layout import Machine
+
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)}
+UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}
 
 
 class PlanCommand(Command):
@@ -110,6 +114,20 @@ def target(
     size = device_memory if memory is None else parse(memory, "--device-memory")
     host = None if host_memory is None else parse(host_memory, "--host-memory")
     return Machine(device, size, host, devices_per_node)
+
+
+def parse(text: str, option: str) -> int:
+    """``80GiB``, ``1.5 TB``, ``24000000000`` -> bytes.
+
+    Raises ConfigError if ``text`` is not a number with one of :data:`UNITS`, or is less than 1 MiB, such as ``80``
+    without its unit.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    factor = {name.lower(): value for name, value in UNITS.items()}.get(match.group(2).lower()) if match else None
+    size = 0 if match is None or factor is None else int(float(match.group(1)) * factor)
+    if size < 2**20:
+        raise ConfigError(f"{option} is {text!r}; give a number and a unit, e.g. 80GiB, 80GB or 512MiB, at least 1MiB")
+    return size
 
 
 def gpu_memory() -> int | None:

@@ -10,7 +10,6 @@ from rlhf.interfaces.memory import FP32, PhaseMemory
 from rlhf_runtime.config.placement import neighbours
 
 from rlhf_cli.plan.layout import DeviceGroup, EngineLayout, Layout, RoleLayout, device_groups
-from rlhf_cli.plan.units import text
 
 MIB = 2**20
 PHASES = ("precompute", "load", "start", "generate", "sync", "forward", "train")
@@ -88,6 +87,15 @@ class Plan:
     def missing(self) -> int:
         """Missing bytes over all groups and phases. A change must lower them."""
         return sum(s.missing for s in self.shortages)
+
+
+def text(count: float) -> str:
+    """``1.50 GiB``, ``320 MiB``; three significant digits."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            value = count / size
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    return f"{count:.0f} B"
 
 
 def sum_of(parts: Mapping[str, int]) -> int:

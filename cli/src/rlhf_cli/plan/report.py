@@ -13,9 +13,8 @@ from rlhf_runtime.checks.run import RunPlugins
 from rlhf_cli.plan.from_run_file import layout_of
 from rlhf_cli.plan.layout import Layout, Machine
 from rlhf_cli.plan.nearest_change import Nearest
-from rlhf_cli.plan.phases import PARTS, GroupPlan, Plan, make_plan
+from rlhf_cli.plan.phases import PARTS, GroupPlan, Plan, make_plan, text
 from rlhf_cli.plan.row_lengths import Lengths
-from rlhf_cli.plan.units import text
 from rlhf_cli.runs.output import terminal
 
 if TYPE_CHECKING:
