@@ -12,7 +12,7 @@ from rlhf.errors import SyncError
 from rlhf.interfaces import Proof
 from rlhf_cli.main import main
 from rlhf_plugin_local.generator import TransformersGenerator
-from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.store import CheckpointStore
 
 from tests.forks import Forks
 from tests.runs import REWARD, Finished, Workshop, assert_same_run

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rlhf_runtime.checkpoint import read_json, store, write_json
+from rlhf_runtime.checkpoint import store
+from rlhf_runtime.checkpoint.json_values import read_json, write_json
 
 from tests.runs import assert_same_run
 

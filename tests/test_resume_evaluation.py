@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.store import CheckpointStore
 
 from tests.runs import REWARD, Finished, Workshop, assert_same_run
 

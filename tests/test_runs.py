@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.store import CheckpointStore
 from rlhf_runtime.config.load import load
 from rlhf_runtime.loop.saves import Saves
 from rlhf_runtime.output.run_directory import RunDirectory

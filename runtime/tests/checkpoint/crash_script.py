@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.store import CheckpointStore
 
 
 def content(step: int) -> bytes:

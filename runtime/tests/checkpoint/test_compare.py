@@ -2,8 +2,7 @@ import copy
 
 import pytest
 from rlhf.errors import CheckpointError
-from rlhf_runtime.checkpoint import compare, describe, require_same_run
-from rlhf_runtime.checkpoint.compare import layout_of
+from rlhf_runtime.checkpoint.compare import compare, describe, layout_of, require_same_run
 
 CONFIG = {
     "run": {"seed": 1, "steps": 10, "output": "a", "resume": False, "threads": None},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from rlhf.errors import CheckpointError
-from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.store import CheckpointStore
 
 SCRIPT = Path(__file__).with_name("crash_script.py")
 
@@ -57,7 +57,7 @@ def test_a_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path):
 def test_killed_from_outside_while_saving_large_files(tmp_path):
     program = """
 import sys
-from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.store import CheckpointStore
 store = CheckpointStore(sys.argv[1], keep=2)
 store.clean()
 last = store.newest()
@@ -111,7 +111,7 @@ def test_file_size_limit_hit_by_safetensors_is_a_full_disk(tmp_path):
     program = """
 import resource, sys, torch
 from safetensors.torch import save_file
-from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.store import CheckpointStore
 from rlhf.errors import CheckpointError
 store = CheckpointStore(sys.argv[1])
 store.save(1, lambda f: save_file({"w": torch.zeros(10)}, f / "w.safetensors"), {})
@@ -131,7 +131,7 @@ def test_small_filesystem_fills_up(tmp_path):
     """A real file system of 1 MiB, filled by checkpoints until one does not fit."""
     program = """
 import sys
-from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.store import CheckpointStore
 from rlhf.errors import CheckpointError
 store = CheckpointStore(sys.argv[1], keep=9)
 for step in range(1, 9):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf.errors import CheckpointError
-from rlhf_runtime.checkpoint import dumps, loads, read_json, write_json
+from rlhf_runtime.checkpoint.json_values import dumps, loads, read_json, write_json
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 from rlhf.errors import CheckpointError, RolloutError, TrainingError
-from rlhf_runtime.checkpoint import CheckpointStore
-from rlhf_runtime.checkpoint.store import SCHEMA
+from rlhf_runtime.checkpoint.store import SCHEMA, CheckpointStore
 
 
 def write(text="weights"):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from rlhf.errors import CheckpointError
 from rlhf.plugins.resolved import IN_PROCESS
-from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.store import CheckpointStore
 from rlhf_runtime.observe.sample_lines import printable
 from rlhf_runtime.output.run_directory import step_files
 from rlhf_runtime.report.run_facts import OF_A_CALL, plugin_row

@@ -17,8 +17,9 @@ from rlhf.plugins.resolved import IN_PROCESS
 from rlhf.types import Group, RewardResult
 from rlhf_hub.hub import Commits
 
-from rlhf_runtime.checkpoint import Checkpoint, CheckpointStore, read_json
 from rlhf_runtime.checkpoint.atomic_files import publish_folder
+from rlhf_runtime.checkpoint.json_values import read_json
+from rlhf_runtime.checkpoint.store import Checkpoint, CheckpointStore
 from rlhf_runtime.checks.order import checked
 from rlhf_runtime.checks.run import RunPlugins, device_here
 from rlhf_runtime.config.runfile import RunFile

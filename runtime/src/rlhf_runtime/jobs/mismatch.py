@@ -30,8 +30,8 @@ from rlhf.types import Group, Row, Trajectory
 from rlhf.types.arrays import int_array
 from torch import Tensor
 
-from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.saved_groups import read_groups, recorded, unit_of
+from rlhf_runtime.checkpoint.store import CheckpointStore
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.template import Template

@@ -19,7 +19,7 @@ from rlhf.ops.batch import Batch
 from rlhf.types import Head
 from torch import Tensor
 
-from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.store import CheckpointStore
 from rlhf_runtime.config.sections import SamplingSection
 from rlhf_runtime.models.roles import Role
 

@@ -23,9 +23,9 @@ from rlhf.saved import Counter, Saved, refuse, validated
 from rlhf.types import Group
 
 from rlhf_runtime.calls.returned_values import InvalidResult, check_turns
-from rlhf_runtime.checkpoint import Checkpoint, dumps, loads, read_json, write_json
-from rlhf_runtime.checkpoint.json_values import encode
+from rlhf_runtime.checkpoint.json_values import dumps, encode, loads, read_json, write_json
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
+from rlhf_runtime.checkpoint.store import Checkpoint
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.loop.best_value import BestTracker
 from rlhf_runtime.loop.control import Control

@@ -15,7 +15,7 @@ from rlhf import __version__
 from rlhf.secrets import redact
 from rlhf_hub.hub import hub_name
 
-from rlhf_runtime.checkpoint import read_json
+from rlhf_runtime.checkpoint.json_values import read_json
 from rlhf_runtime.observe.progress import shown_metrics
 from rlhf_runtime.output.metrics import Series, read_series
 

@@ -14,8 +14,8 @@ from rlhf.ops.batch import Batch
 from rlhf.types import Annotation, RunOptions
 from rlhf.types.arrays import float_array
 
-from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, TokenValues, write_groups
+from rlhf_runtime.checkpoint.store import CheckpointStore
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.learn import LearnReports, Metrics
 from rlhf_runtime.loop.schedule import due

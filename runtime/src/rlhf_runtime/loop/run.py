@@ -18,7 +18,7 @@ from rlhf.types import Snapshot
 from rlhf.types.examples import Example
 
 from rlhf_runtime.calls.algorithm_calls import metrics_of
-from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.store import CheckpointStore
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.loop.checkpoint_state import RunState

@@ -15,7 +15,8 @@ from rlhf.interfaces import Algorithm
 from rlhf.steps import STEP_SEPARATOR
 from rlhf_hub.published import add_older_names
 
-from rlhf_runtime.checkpoint import CheckpointStore, read_json, write_json
+from rlhf_runtime.checkpoint.json_values import read_json, write_json
+from rlhf_runtime.checkpoint.store import CheckpointStore
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.prompts import Prompts
 from rlhf_runtime.loop.checkpoint_state import RunState, State

@@ -15,7 +15,7 @@ from rlhf.errors import ConfigError, brief
 from rlhf.plugins import Plugins
 from rlhf.proxies import exempt_loopback
 
-from rlhf_runtime.checkpoint import read_json
+from rlhf_runtime.checkpoint.json_values import read_json
 from rlhf_runtime.config.flag_values import PythonValue
 from rlhf_runtime.config.load import load, look_for_models
 from rlhf_runtime.config.overrides import Override

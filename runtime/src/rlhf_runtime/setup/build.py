@@ -16,9 +16,9 @@ from rlhf.plugins import Plugins
 from rlhf.plugins.registration import first_cause
 from rlhf.types import Row
 
-from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.sample_table import load_writer
 from rlhf_runtime.checkpoint.saved_groups import write_lines
+from rlhf_runtime.checkpoint.store import CheckpointStore
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import section_path
 from rlhf_runtime.data.dataset import RowCheck

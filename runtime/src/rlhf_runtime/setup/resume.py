@@ -22,9 +22,8 @@ from rlhf.saved import validated
 from rlhf_hub.adapter_folders import adapter_of
 from rlhf_hub.published import content_of
 
-from rlhf_runtime.checkpoint import Checkpoint, CheckpointStore, Difference, compare, describe, require_same_run
-from rlhf_runtime.checkpoint.compare import SavedMeta, layout_of
-from rlhf_runtime.checkpoint.store import BEST, MANIFEST
+from rlhf_runtime.checkpoint.compare import Difference, SavedMeta, compare, describe, layout_of, require_same_run
+from rlhf_runtime.checkpoint.store import BEST, MANIFEST, Checkpoint, CheckpointStore
 from rlhf_runtime.config.load import load, to_toml
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.checkpoint_state import RunState
