@@ -247,24 +247,10 @@ class CheckpointStore:
             if pointer is None or old.step != pointer["step"]:
                 files.delete_old(old.path, self._note)
 
-    def unwritten(self, file: str, cause: Exception) -> CheckpointError:
-        """The error for ``file``, which could not be written. It says what remains and how to continue."""
-        steps = [c.step for c in self.complete()]
-        text = f"{file} could not be saved: {type(cause).__name__}: {cause}."
-        if disk_is_full(cause):
-            text += (
-                f" The disk is full ({self._disk().free / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
-                f"(now {self.keep}), set checkpoint.save_rollouts = false (the samples of every step) or choose "
-                "another run.output."
-            )
-        if not steps:
-            return CheckpointError(f"{text} There is no checkpoint yet: start the run again.")
-        return CheckpointError(f"{text} The checkpoints of steps {steps} are intact; continue with --resume.")
-
     @contextmanager
     def writing(self, path: Path, label: str = "") -> Iterator[None]:
         """Context for writing ``path``, whose folder is created. Converts an error into one that says what remains of
-        the run. Libraries raise disk errors as their own classes.
+        the run and how to continue. Libraries raise disk errors as their own classes.
 
         Args:
             label: name of ``path`` in the error; default: the path.
@@ -274,18 +260,25 @@ class CheckpointStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             yield
         except Exception as cause:
-            if _keeps_class(cause):
+            full = disk_is_full(cause)
+            # Such an error says what to do, except that of a rank whose disk is full.
+            if isinstance(cause, RlhfError) and not full:
                 raise
-            raise self.unwritten(label or str(path), cause) from cause
+            text = f"{label or path} could not be saved: {type(cause).__name__}: {cause}."
+            if full:
+                text += (
+                    f" The disk is full ({self._disk().free / 2**20:.0f} MiB free): free some space, lower "
+                    f"checkpoint.keep (now {self.keep}), set checkpoint.save_rollouts = false (the samples of every "
+                    "step) or choose another run.output."
+                )
+            remains = "There is no checkpoint yet: start the run again."
+            if steps := [c.step for c in self.complete()]:
+                remains = f"The checkpoints of steps {steps} are intact; continue with --resume."
+            raise CheckpointError(f"{text} {remains}") from cause
 
     def _disk(self) -> Any:
         """Size and free space, in bytes, of the disk that the checkpoints are on."""
         return shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent)
-
-
-def _keeps_class(cause: BaseException) -> bool:
-    """Whether an error already says what to do. The error of a rank whose disk is full does not."""
-    return isinstance(cause, RlhfError) and not disk_is_full(cause)
 
 
 def _unusable(checkpoints: Sequence[str], way_out: str) -> CheckpointError:
