@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import islice
 from typing import Any, Literal
 
@@ -73,17 +72,13 @@ class PendingGroups:
     ) -> None:
         self.batch_size, self.total_steps, self.staleness = batch_size, total_steps, staleness
         self.order, self.oversample = order, oversample
+        self.running = 0
+        """Number of groups whose samples are not all scored."""
         self._groups: dict[int, Pending] = {}
-        self._running: OrderedDict[int, Pending] = OrderedDict()
-        """The groups whose samples are not all scored, by number, in the order of their start."""
         self._counts: Counter[int] = Counter()
         """{version: number of groups}."""
         self._scored: Counter[int] = Counter()
         """{version: number of scored groups}."""
-        self._in_front = 0
-        """Number of scored groups that were started before the oldest running group."""
-        self._later_numbers: list[int] = []
-        """Heap of the numbers of the other scored groups. Some of these groups may have been removed."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -95,47 +90,28 @@ class PendingGroups:
         """Add a group that was started after all others."""
         self._groups[pending.number] = pending
         self._counts[pending.version] += 1
-        if pending.group is None:
-            self._running[pending.number] = pending
-        else:
-            self._scored[pending.version] += 1
-            heappush(self._later_numbers, pending.number)
-        self._settle()
+        self._count(pending, 1)
 
     def scored(self, pending: Pending, group: Group, finished: int) -> None:
         """Called when all samples of ``pending`` are scored and ``group`` is to be trained on."""
+        self._count(pending, -1)
         pending.group, pending.finished = group, finished
-        if self._running.pop(pending.number, None) is not None:
-            self._scored[pending.version] += 1
-            heappush(self._later_numbers, pending.number)
-        self._settle()
+        self._count(pending, 1)
 
     def remove(self, pending: Pending) -> None:
         if self._groups.pop(pending.number, None) is None:
             return
+        self._count(pending, -1)
         self._counts[pending.version] -= 1
-        if self._running.pop(pending.number, None) is None:
-            self._scored[pending.version] -= 1
-            # A scored group behind the oldest running one stays in the heap. _settle() does not count it any more.
-            if pending.number < self._oldest_running:
-                self._in_front -= 1
         if not self._counts[pending.version]:
             del self._counts[pending.version]
             self._scored.pop(pending.version, None)
-        self._settle()
 
-    @property
-    def running(self) -> int:
-        """Number of groups whose samples are not all scored."""
-        return len(self._running)
-
-    @property
-    def _oldest_running(self) -> float:
-        return next(iter(self._running), math.inf)
-
-    def _settle(self) -> None:
-        while self._later_numbers and self._later_numbers[0] < self._oldest_running:
-            self._in_front += heappop(self._later_numbers) in self._groups
+    def _count(self, pending: Pending, change: int) -> None:
+        if pending.group is None:
+            self.running += change
+        else:
+            self._scored[pending.version] += change
 
     def room(self, step: int, version: int) -> int:
         """How many groups may be started now.
@@ -182,7 +158,7 @@ class PendingGroups:
         if len(self) - self.running < self.batch_size:
             return False
         if self.order == "submission":
-            return not self._running or self._in_front >= self.batch_size
+            return all(pending.group is not None for pending in islice(self._groups.values(), self.batch_size))
         scored = 0
         for version, quota in self._quotas(step):
             scored += self._scored[version]
