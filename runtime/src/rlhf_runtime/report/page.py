@@ -173,7 +173,8 @@ class ShownSamples:
         for group in chosen(groups, self._max_samples):
             rows[group.step].update(group.rows)
         files = [(step, "training", RunDirectory.rollouts_of(record.path, step), rows[step]) for step in sorted(rows)]
-        answers = [(step, "evaluation", path, answer_rows(path)) for step, path in evaluations(record.path)]
+        evaluations = spread(step_files(record.path / "evaluations"), EVALUATIONS)
+        answers = [(step, "evaluation", path, answer_rows(path)) for step, path in evaluations]
         # A large run has more tokens than can be shown: the first and last files come first, the others in any order.
         middle = [*files[1:-1], *answers[1:-1]]
         order = [*files[:1], *answers[:1], *files[1:][-1:], *answers[1:][-1:]]
@@ -286,11 +287,6 @@ def chosen(groups: Sequence[RecordedGroup], limit: int) -> list[RecordedGroup]:
                 left -= len(group.rows)
     # A group with more samples than the limit is still shown whole.
     return list(result) or [groups[-1]]
-
-
-def evaluations(run: Path) -> list[tuple[int, Path]]:
-    """(step, file) of at most :data:`EVALUATIONS` evaluations, from the first to the last."""
-    return spread(step_files(run / "evaluations"), EVALUATIONS)
 
 
 def answer_rows(path: Path) -> set[int]:
