@@ -10,11 +10,9 @@ from rlhf.errors import did_you_mean
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.flag_values import NO_VALUE, FlagText, PythonValue, item_of, model_of, toml_value
 from rlhf_runtime.config.problems import leaves, origin
-from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
+from rlhf_runtime.config.runfile import LIST_PATHS, LISTS, SINGLE, RunFile
 from rlhf_runtime.config.sections import ROLES, Choice, label_of
 
-LIST_PATHS: Mapping[str, str] = {**dict.fromkeys(LISTS, "use"), "data.train": "path", "data.eval": "path"}
-"""{path of a list of sections: the field that a plain text sets}."""
 RUNTIME = ("launcher", "trainer", "generator")
 """Sections whose plugin may be replaced without dropping its options: the new plugin reads the options of the old one
 (every trainer has a learning rate), and refuses those that it does not have."""

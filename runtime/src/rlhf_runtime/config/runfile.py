@@ -42,6 +42,8 @@ SINGLE: dict[str, type[Choice]] = {
 """Sections that hold one plugin."""
 LISTS: dict[str, type[Choice]] = {"reward": RewardSection, "observer": ObserverSection}
 """Sections that hold several."""
+LIST_PATHS: Mapping[str, str] = {**dict.fromkeys(LISTS, "use"), "data.train": "path", "data.eval": "path"}
+"""{path of a list of sections: the field that a plain text sets}."""
 
 
 def _with_options(cls: type[Choice], value: Any) -> Any:

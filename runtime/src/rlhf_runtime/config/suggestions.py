@@ -11,12 +11,11 @@ from rlhf.plugins import Plugins
 
 from rlhf_runtime.config.options import Option, plugin_options, run_file_options
 from rlhf_runtime.config.other_frameworks import OTHER_NAMES
+from rlhf_runtime.config.runfile import LIST_PATHS
 from rlhf_runtime.config.sections import ROLES, Choice
 
 PLACES = ("policy", "generator")
 """Names for which ``[placement.NAME]`` is suggested."""
-LIST_FLAGS = ("reward", "observer", "data.train", "data.eval")
-"""Flags for a list of sections."""
 LIKE = 0.75
 """Smallest similarity for names from other sections than the section of the unknown name."""
 MAX_NAMES = 3
@@ -39,7 +38,7 @@ class Suggestions:
     @cached_property
     def options(self) -> tuple[str, ...]:
         """Dotted paths of all options of the run."""
-        paths = [*LIST_FLAGS, "roles"]
+        paths = [*LIST_PATHS, "roles"]
         for path in (option.path for option in run_file_options()):
             if path.startswith("placement.NAME."):
                 paths += [path.replace("NAME", place) for place in PLACES]

@@ -78,8 +78,6 @@ PHASES: Mapping[str, str] = {
     "export": "exporting the model",
 }
 """{phase of a step: text that is shown}."""
-RARE = frozenset({"evaluate", "save", "export"})
-"""Phases that are not part of every step."""
 
 
 class Progress:
@@ -150,7 +148,7 @@ class Progress:
             finally:
                 self._table.phase = previous
             return
-        if not self._quiet and (self.steps_done == self.first or name in RARE):
+        if not self._quiet and (self.steps_done == self.first or name in _ASIDE):
             print(text, file=sys.stderr)  # noqa: T201
         yield
 
