@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 _MISSING = object()
@@ -92,8 +91,8 @@ def read(annotation: Any, value: Any) -> Any:
     """
     model = model_of(annotation)
     if model is not None and isinstance(value, Mapping):
-        fields = model.model_fields
-        return {k: _read_field(fields[k], v) if k in fields else v for k, v in value.items()}
+        fields = {n: f.annotation for n, f in model.model_fields.items() if PLUGIN_OPTIONS not in f.metadata}
+        return {k: read(fields[k], v) if k in fields else v for k, v in value.items()}
     item = item_of(annotation)
     if item is not None:
         container, inner = item
@@ -121,10 +120,6 @@ def read(annotation: Any, value: Any) -> Any:
     if isinstance(value, list) and any(typing.get_origin(member) is tuple for member in _members(annotation)):
         return tuple(value)
     return value
-
-
-def _read_field(field: FieldInfo, value: Any) -> Any:
-    return value if PLUGIN_OPTIONS in field.metadata else read(field.annotation, value)
 
 
 def model_of(annotation: Any) -> type[BaseModel] | None:
