@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -374,6 +375,19 @@ def test_a_request_that_is_no_json_object_is_refused(url, content) -> None:
         answer = httpx.post(f"{url}/api/v1/{path}", content=content, headers={"X-API-Key": "tml-any"})
         assert answer.status_code == 422, path
         assert "the request is not one of tinker" in answer.json()["error"]
+
+
+def test_a_client_that_leaves_within_its_request_is_no_error_of_the_server(url, caplog) -> None:
+    import httpx
+
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port)) as client:
+        head = b"POST /api/v1/asample HTTP/1.1\r\nHost: here\r\nX-API-Key: tml-any\r\nContent-Length: 9\r\n\r\n"
+        client.sendall(head + b"{")
+        assert httpx.get(f"{url}/api/v1/healthz").status_code == 200  # the server has begun to read the request
+    for _ in range(3):
+        assert httpx.get(f"{url}/api/v1/healthz").status_code == 200
+    assert not [record for record in caplog.records if record.name == "aiohttp.server"]
 
 
 def test_a_repeated_request_computes_nothing(url, service) -> None:

@@ -389,6 +389,8 @@ class TrainingApplication:
             return web.json_response({"error": f"the request is not one of tinker {VERSION}: {error}"}, status=422)
         except (BadRequest, RlhfError) as error:
             return web.json_response({"error": str(error)}, status=422)
+        except ConnectionError:  # the client left before its request was complete, so nobody reads the answer
+            return web.Response(status=400)
         except web.HTTPException as error:
             text = f"{error.reason}: {request.method} {request.path} is not served by `rlhf serve-training`"
             return web.json_response({"error": text}, status=error.status)
