@@ -461,6 +461,20 @@ def test_models_and_samples_that_are_not_here_are_refused(service) -> None:
         base.sample(prompt, 1, types.SamplingParams(max_tokens=9)).result()
 
 
+def test_a_client_of_a_server_that_was_started_again_is_told_what_to_do(url, service) -> None:
+    import httpx
+
+    def post(path: str, **body: Any) -> str:
+        answer = httpx.post(f"{url}/api/v1/{path}", json=body, headers={"X-API-Key": "tml-any"})
+        return answer.json().get("error") or answer.json()["request_id"]
+
+    number = post("optim_step", model_id="old:train:0", seq_id=1, optim_params=ADAM.model_dump())
+    assert "models end with the server. Create one, or load a saved state" in post("retrieve_future", request_id=number)
+    assert "results end with the server" in post("retrieve_future", request_id="old:train:0/9")
+    sampling = {"prompt": types.ModelInput.from_ints([5]).model_dump(), "sampling_params": {"max_tokens": 1}}
+    assert "sessions end with the server" in post("asample", sampling_session_id="old:sample:0", **sampling)
+
+
 def test_a_server_with_a_token_asks_for_it(model, tmp_path, monkeypatch) -> None:
     with serving(model, tmp_path, token="tml-secret") as address:
         monkeypatch.setenv("TINKER_API_KEY", "tml-other")

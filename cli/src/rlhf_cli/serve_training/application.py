@@ -262,7 +262,7 @@ class TrainingApplication:
 
     def _source(self, sampler: str) -> str:
         if sampler not in self._samplers:
-            raise BadRequest(f"there is no sampling session {sampler!r}")
+            raise BadRequest(f"there is no sampling session {sampler!r}: sessions end with the server. Create another")
         return self._samplers[sampler]
 
     async def _sample(self, request: web.Request) -> web.Response:
@@ -358,7 +358,8 @@ class TrainingApplication:
         body = types.FutureRetrieveRequest.model_validate_json(await request.read())
         task = self._results.get(body.request_id)
         if task is None:
-            return web.json_response({"error": f"there is no request {body.request_id!r}"}, status=404)
+            cause = f"there is no request {body.request_id!r}: results end with the server. Send the request again"
+            return web.json_response({"error": cause}, status=404)
         await asyncio.wait({task}, timeout=WAIT)
         if not task.done():
             return _json(TryAgainResponse(request_id=body.request_id, queue_state="active"))

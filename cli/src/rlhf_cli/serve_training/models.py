@@ -275,7 +275,9 @@ class TrainedModels:
     def _hold(self, name: str) -> Model:
         """Load a model into the trainer, and save the training state of the model that it held."""
         if name not in self._models:
-            raise BadRequest(f"there is no model {name!r}. Create it first")
+            raise BadRequest(
+                f"there is no model {name!r}: models end with the server. Create one, or load a saved state"
+            )
         model = self._models[name]
         if self._live_model is not model:
             self._put_aside()
