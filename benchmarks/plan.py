@@ -6,14 +6,17 @@ Every case is one process of `rlhf train` on a CPU. All of its rows are in each 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rlhf_runtime.config.data_section import SourceSection
+from rlhf_runtime.data.loading import load_source
+from rlhf_runtime.data.source_layouts import recognise
 from settings import THREADS
 
 MIB = 2**20
@@ -51,19 +54,27 @@ CASES = {
 
 def write_rows(pairs: Path, folder: Path, count: int) -> None:
     """The first ``count`` pairs as pairs, their first questions as prompts, and their better answers as rows."""
-    opened = gzip.open if pairs.suffix == ".gz" else open
-    with opened(pairs, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
-    questions = [row["chosen"].split("\n\nAssistant:")[0].split("\n\nHuman:")[1].strip() for row in rows]
-    answers = [row["chosen"].rpartition("\n\nAssistant:")[2].strip() for row in rows]
+    source = load_source(SourceSection(path=str(pairs), max_rows=count))
+    layout = recognise("pairs", source.columns, source.read(0), chat=True)
+    rows = [source.read(n) for n in range(len(source))]
+    values = [layout.read(row) for row in rows]
+    questions = [text(v.get("prompt", v["chosen"]), 0) for v in values]  # a conversation has its prompt
+    answers = [text(v["chosen"], -1) for v in values]
     tables = {
-        "pairs": [{name: row[name] for name in ("chosen", "rejected")} for row in rows],
+        "pairs": rows,
         "prompts": [{"prompt": question} for question in questions],
         "rows": [{"prompt": q, "response": a} for q, a in zip(questions, answers, strict=True)],
     }
     (folder / "reward.py").write_text(REWARD)
     for name, table in tables.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+
+
+def text(value: str | Sequence[Mapping[str, str]], number: int) -> str:
+    """A text, or that of a conversation's message ``number`` without its system message."""
+    if isinstance(value, str):
+        return value
+    return [message["content"] for message in value if message["role"] != "system"][number]
 
 
 def planned(flags: list[str], folder: Path) -> int:
@@ -86,7 +97,7 @@ def measured(flags: list[str], folder: Path, steps: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
-    parser.add_argument("--pairs", type=Path, required=True, help="jsonl with the columns chosen and rejected")
+    parser.add_argument("--pairs", type=Path, required=True, help="a file of pairs that rlhf reads")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--cases", nargs="+", choices=[*map(str, range(len(CASES)))], help="default: all")
     options = parser.parse_args()

@@ -233,3 +233,21 @@ def test_the_learning_curve_is_drawn_from_a_run(shop, monkeypatch):
 def test_every_kept_result_is_linked_from_a_page(name):
     pages = [*DOCS.rglob("*.md"), *BENCHMARKS.rglob("*.md"), *ROOT.glob("plugins/*/*/README.md")]
     assert any(f"results/{name}" in page.read_text(encoding="utf-8") for page in pages)
+
+
+def test_the_plan_is_measured_with_any_pairs(script, tmp_path) -> None:
+    """Of a conversation the first question is the prompt; the pairs are written as they are."""
+    question = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    answers = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    dialogue = "\n\nHuman: 1+1?\n\nAssistant: What?\n\nHuman: Add.\n\nAssistant: "
+    pairs: list[dict[str, Any]] = [
+        {"prompt": "1+1?", "chosen": "chosen", "rejected": "rejected"},
+        {name: [*question, *answer] for name, answer in answers.items()},
+        {name: f"{dialogue}{name}" for name in answers},
+    ]
+    for row in pairs:
+        (tmp_path / "file.jsonl").write_text(json.dumps(row) + "\n")
+        script("plan").write_rows(tmp_path / "file.jsonl", tmp_path, 8)
+        tables = {n: json.loads((tmp_path / f"{n}.jsonl").read_text()) for n in ("pairs", "prompts", "rows")}
+        rows = {"prompts": {"prompt": "1+1?"}, "rows": {"prompt": "1+1?", "response": "chosen"}}
+        assert tables == {"pairs": row, **rows}
