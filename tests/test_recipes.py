@@ -112,3 +112,18 @@ def test_every_run_file_is_that_of_a_recipe(script: ModuleType) -> None:
     assert load(str(RECIPES / "online_dpo.toml"), []).stream.round == 1
     dapo = load(str(RECIPES / "dapo.toml"), [])
     assert dapo.algorithm.options["shaping"]["overlong_max"] == dapo.sampling.max_new_tokens
+
+
+@pytest.mark.parametrize("name", ["agent", "images", "recipes", "tools"])
+@pytest.mark.parametrize(("code", "text"), [(130, "^stopped$"), (1, "`rlhf train x.toml` failed")])
+def test_an_example_that_a_ctrl_c_ends_did_not_fail(
+    monkeypatch: pytest.MonkeyPatch, name: str, code: int, text: str
+) -> None:
+    path = ROOT / "examples" / name / "run.py"
+    monkeypatch.syspath_prepend(str(path.parent))
+    monkeypatch.delitem(sys.modules, "make_task", raising=False)
+    module = pages.script(path)
+    monkeypatch.delitem(sys.modules, "make_task")
+    monkeypatch.setattr(module, "rlhf", lambda words: code)
+    with pytest.raises(SystemExit, match=text):
+        module.run("train", "x.toml")

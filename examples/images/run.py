@@ -19,8 +19,9 @@ HERE, RUNS = Path("examples/images"), Path("runs/images")
 
 def run(*words: str) -> None:
     print(f"\n$ rlhf {' '.join(words)}", flush=True)
-    if rlhf(words):
-        sys.exit(f"`rlhf {' '.join(words)}` failed; the message above says why")
+    if code := rlhf(words):
+        stopped = code == 130  # by a Ctrl-C
+        sys.exit("stopped" if stopped else f"`rlhf {' '.join(words)}` failed; the message above says why")
 
 
 def main() -> None:

@@ -24,6 +24,8 @@ HERE = Path("examples/recipes")
 RUNS = Path("runs/recipes")
 TASK = RUNS / "task"
 WARM_START = RUNS / "warm_start" / "model"
+STOPPED = 130
+"""Exit code of `rlhf` after a Ctrl-C."""
 REWARD = ("--reward", f"file:{HERE / 'reward.py'}")
 ANSWER = ("--sampling.max_new_tokens", "6", "--data.max_tokens", "40", "--eval.temperature", "1")
 
@@ -36,7 +38,7 @@ def run(*words: str) -> str:
         code = rlhf(words)
     print(out.getvalue(), end="", flush=True)
     if code:
-        sys.exit(f"`rlhf {' '.join(words)}` failed; the message above says why")
+        sys.exit("stopped" if code == STOPPED else f"`rlhf {' '.join(words)}` failed; the message above says why")
     return out.getvalue()
 
 
