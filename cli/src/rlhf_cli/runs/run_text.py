@@ -15,7 +15,7 @@ from rlhf_runtime.checkpoint.store import CheckpointStore
 from rlhf_runtime.observe.sample_lines import printable
 from rlhf_runtime.output.run_directory import step_files
 from rlhf_runtime.report.run_facts import OF_A_CALL, plugin_row
-from rlhf_runtime.report.run_record import RunRecord, value_text
+from rlhf_runtime.report.run_record import RunRecord, few, value_text
 
 from rlhf_cli.runs.curves import STYLES, History, draw, number
 from rlhf_cli.runs.output import STATE_STYLES, has_colour, table
@@ -55,7 +55,7 @@ def _print_title(console: Console, record: RunRecord) -> None:
         "algorithm": record.algorithm,
         "model": record.model,
         "data": record.data,
-        "started": ", ".join(time.strftime(TIME) for time in record.started),
+        "started": ", ".join(few([time.strftime(TIME) for time in record.started])),
         "last change": record.time.strftime(TIME),
     }
     _print_pairs(console, {key: value for key, value in facts.items() if value})

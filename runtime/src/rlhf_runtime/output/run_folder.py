@@ -13,7 +13,7 @@ from rlhf.errors import ConfigError, RlhfError
 from rlhf_runtime.checkpoint.atomic_files import discard_folder
 from rlhf_runtime.checkpoint.json_values import read_json
 from rlhf_runtime.output.folder_lock import BusyFolderError, FolderLock, unusable
-from rlhf_runtime.output.metrics import read_metrics
+from rlhf_runtime.output.metrics import recorded_steps
 
 _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
 _RUN_ITEMS = (*_HOLDS_A_RUN, "rollouts", "evaluations", "exports", "skipped", "precomputed", "timeline.json", "workers")
@@ -90,9 +90,8 @@ def _finished_a_step(path: Path) -> bool:
     if any((path / "checkpoints").glob("step-*")) or saved_state(path):
         return True
     try:
-        lines = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
-        return any(line["step"] > 0 for line in lines)
-    except (OSError, RlhfError, KeyError, TypeError):
+        return any(step > 0 for step in recorded_steps(path / "metrics.jsonl"))
+    except (OSError, RlhfError):
         return True
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rlhf_runtime.observe.progress import PHASES, shown_metrics
 from rlhf_runtime.output.metrics import as_number
-from rlhf_runtime.report.run_record import RunRecord, value_text
+from rlhf_runtime.report.run_record import RunRecord, few, value_text
 
 POINTS = 2000
 """Largest number of points of a curve. If there are more steps, a point is the mean of several steps."""
 SLICES = 20_000
 """Largest number of slices of a timeline; the longest are shown."""
+TIMED = ("step", *(phase for phase in PHASES if phase not in ("save", "export")))
+"""The whole step, and its phases."""
 OF_A_CALL = ("run.output", "run.resume", "run.overwrite")
 """Options for a single call of `rlhf train`. They are not shown."""
 LEFT_OUT = {
@@ -51,7 +55,7 @@ LEFT_OUT_SO_FAR = {
 
 def run_facts(record: RunRecord) -> dict[str, Any]:
     """The facts as JSON values. ``problems`` names everything that cannot be read."""
-    lines = metric_lines(record)
+    points = points_of(metric_lines(record), len(record.lines))
     state, reason = record.state
     facts = {
         "path": str(record.path),
@@ -61,15 +65,15 @@ def run_facts(record: RunRecord) -> dict[str, Any]:
         "algorithm": record.algorithm,
         "model": record.model,
         "data": record.data,
-        "started": [time.isoformat(" ", "minutes") for time in record.started],
+        "started": few([time.isoformat(" ", "minutes") for time in record.started]),
         "changed": record.time.isoformat(" ", "minutes"),
-        "steps": lines[-1]["step"] if lines else 0,
+        "steps": points[-1].step if points else 0,
         "total_steps": record.total_steps,
         "best": None if record.best is None else [record.best.metric, record.best.value, record.best.step],
-        "curves": curves(lines),
-        "headline": shown_metrics({name: None for line in lines for name in line}),
-        "phases": phase_times(lines),
-        "left_out": left_out(lines),
+        "curves": curves(points),
+        "headline": shown_metrics({name: None for point in points for name in point.means}),
+        "phases": phase_times(points),
+        "left_out": left_out(points),
         "notes": [str(note) for note in _list(record.end.get("notes"))],
         "options": record.options,
         "options_changed": _options_changed(record),
@@ -80,62 +84,85 @@ def run_facts(record: RunRecord) -> dict[str, Any]:
     return {**facts, "problems": record.problems}
 
 
-def metric_lines(record: RunRecord) -> list[Mapping[str, Any]]:
+def metric_lines(record: RunRecord) -> Iterator[Mapping[str, Any]]:
     """The readable lines of ``metrics.jsonl``, with increasing steps."""
-    lines: list[Mapping[str, Any]] = []
+    last: int | None = None
     wrong = 0
     for line in (record.line(number) for number in range(len(record.lines))):
         step = line.get("step")
-        if type(step) is int and (not lines or step > lines[-1]["step"]):
-            lines.append(line)
+        if type(step) is int and (last is None or step > last):
+            last = step
+            yield line
         else:
             wrong += 1
     if wrong:
         record.problems.append(
             f"metrics.jsonl: {wrong} lines do not have a later step than the line before, and are left out."
         )
-    return lines
 
 
-def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``steps``; ``metrics``: {name: a number or None for each step}; ``every``: number of steps that are averaged in a
-    point; ``not_finite``: {name: number of values that no curve can show}."""
-    names = {name: None for line in lines for name in line if name != "step"}
-    parts = _points(lines)
-    metrics: dict[str, list[float | None]] = {}
-    not_finite: dict[str, int] = {}
-    for name in names:
-        values = [[as_number(line.get(name)) for line in part] for part in parts]
-        numbers = [[v for v in part if v is not None and math.isfinite(v)] for part in values]
-        if lost := sum(v is not None and not math.isfinite(v) for part in values for v in part):
-            not_finite[name] = lost
-        if lost or any(numbers):
-            metrics[name] = [_short(fmean(part)) if part else None for part in numbers]
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One point of the curves: consecutive steps."""
+
+    step: int
+    """The last of its steps."""
+    steps: int
+    """Their number."""
+    means: dict[str, float | None]
+    """{metric: the mean of its finite numbers; None if it has none}."""
+    not_finite: dict[str, int]
+    """{metric: number of values that no curve can show}."""
+    phases: dict[str, float | None]
+    """{one of :data:`TIMED`: mean seconds of the steps with times; None if no step has times}. A step without a phase
+    counts as 0 seconds of it."""
+    left_out: dict[str, float]
+    """{metric of what was left out of training: its count in these steps, or since the first step
+    (:data:`LEFT_OUT_SO_FAR`)}."""
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]]) -> Point:
+        point = cls(lines[-1]["step"], len(lines), {}, {}, {}, {})
+        for name in {name: None for line in lines for name in line if name != "step"}:
+            values = [value for line in lines if (value := as_number(line.get(name))) is not None]
+            numbers = [value for value in values if math.isfinite(value)]
+            point.means[name] = _short(fmean(numbers)) if numbers else None
+            if len(numbers) < len(values):
+                point.not_finite[name] = len(values) - len(numbers)
+            if numbers and _meaning(name):
+                point.left_out[name] = numbers[-1] if name in LEFT_OUT_SO_FAR else sum(numbers)
+        timed = [line for line in lines if line["step"] > 0 and _finite(line.get("time/step")) is not None]
+        for phase in TIMED:
+            seconds = [_finite(line.get(f"time/{phase}")) or 0.0 for line in timed]
+            point.phases[phase] = _short(fmean(seconds)) if seconds else None
+        return point
+
+
+def points_of(lines: Iterable[Mapping[str, Any]], count: int) -> list[Point]:
+    """The points of ``count`` lines. The lines are not kept: those of a long run take gigabytes of memory."""
+    size, rest = math.ceil(count / POINTS) or 1, iter(lines)
+    return [Point.of(part) for part in iter(lambda: list(islice(rest, size)), [])]
+
+
+def curves(points: Sequence[Point]) -> dict[str, Any]:
+    """``steps``; ``metrics``: {name: a number or None for each point}; ``every``: number of steps that are averaged in
+    a point; ``not_finite``: {name: number of values that no curve can show}."""
+    not_finite: defaultdict[str, int] = defaultdict(int)
+    for point in points:
+        for name, count in point.not_finite.items():
+            not_finite[name] += count
+    metrics = {name: [p.means.get(name) for p in points] for name in {n: None for p in points for n in p.means}}
     return {
-        "steps": [part[-1]["step"] for part in parts],
-        "metrics": metrics,
-        "every": max(map(len, parts), default=1),
+        "steps": [point.step for point in points],
+        "metrics": {name: m for name, m in metrics.items() if name in not_finite or any(v is not None for v in m)},
+        "every": max((point.steps for point in points), default=1),
         "not_finite": not_finite,
     }
 
 
-def phase_times(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """{phase, or ``step`` for the whole step: mean seconds of the steps in each point of the curves}. A step without a
-    phase counts as 0 seconds of it. None if no step of the point has a time."""
-    times: dict[str, list[float | None]] = {}
-    for phase in ("step", *(phase for phase in PHASES if phase not in ("save", "export"))):
-        times[phase] = []
-        for part in _points(lines):
-            timed = [line for line in part if line["step"] > 0 and _finite(line.get("time/step")) is not None]
-            seconds = [_finite(line.get(f"time/{phase}")) or 0.0 for line in timed]
-            times[phase].append(_short(fmean(seconds)) if seconds else None)
-    return times
-
-
-def _points(lines: Sequence[Mapping[str, Any]]) -> list[Sequence[Mapping[str, Any]]]:
-    """The lines of each point of a curve."""
-    size = math.ceil(len(lines) / POINTS) or 1
-    return [lines[start : start + size] for start in range(0, len(lines), size)]
+def phase_times(points: Sequence[Point]) -> dict[str, list[float | None]]:
+    """:attr:`Point.phases` of all points."""
+    return {phase: [point.phases[phase] for point in points] for phase in TIMED}
 
 
 def _finite(value: Any) -> float | None:
@@ -143,22 +170,20 @@ def _finite(value: Any) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def left_out(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def left_out(points: Sequence[Point]) -> list[list[Any]]:
     """[metric, count, meaning] of everything that was left out of training."""
     sums: defaultdict[str, float] = defaultdict(float)
-    meanings: dict[str, str] = {}
-    for line in lines:
-        for name, value in line.items():
-            meaning = LEFT_OUT_SO_FAR.get(name) or _meaning(name)
-            if meaning and (number := _finite(value)) is not None:
-                sums[name] = number if name in LEFT_OUT_SO_FAR else sums[name] + number
-                meanings[name] = meaning
-    return [[name, count, meanings[name]] for name, count in sums.items() if count]
+    for point in points:
+        for name, number in point.left_out.items():
+            sums[name] = number if name in LEFT_OUT_SO_FAR else sums[name] + number
+    return [[name, count, _meaning(name)] for name, count in sums.items() if count]
 
 
 def _meaning(name: str) -> str:
-    """The meaning of a metric's sum over the steps, also of a metric of one member of an algorithm
+    """The meaning of the count of a metric, also of a metric of one member of an algorithm
     (``MEMBER/pairs/tied_groups``); empty if the metric does not count what was left out."""
+    if name in LEFT_OUT_SO_FAR:
+        return LEFT_OUT_SO_FAR[name]
     if name.endswith("/skipped"):
         return "optimizer steps were skipped: a loss or gradient was not finite; their batches are in skipped/"
     start, _, rest = name.partition("/")

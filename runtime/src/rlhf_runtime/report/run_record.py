@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import tomllib
+import weakref
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +22,8 @@ from rlhf_runtime.output.folder_lock import FolderLock
 DEPTH = 3
 """Number of levels of folders below the named folder that are searched for runs."""
 STATES = ("running", "finished", "stopped", "failed")
+STARTS = 6
+"""Largest number of starts of a run whose times are all shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,27 @@ class BestEvaluation:
     metric: str
     value: float
     step: int
+
+
+class FileLines:
+    """The complete lines of a file, without their ends. Only their places are kept: each line is read when it is asked
+    for. A last line that is still being written is left out."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._file = os.open(path, os.O_RDONLY)  # kept open: a resume replaces the file
+        weakref.finalize(self, os.close, self._file)
+        self._starts = array("q", [0])
+        with open(self._file, "rb", closefd=False) as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._starts.append(self._starts[-1] + len(line))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, number: int) -> bytes:
+        start = self._starts[number]
+        return os.pread(self._file, self._starts[number + 1] - start - 1, start)
 
 
 @dataclass(frozen=True)
@@ -128,12 +153,12 @@ class RunRecord:
         return steps if isinstance(steps, int) else None
 
     @cached_property
-    def lines(self) -> list[bytes]:
-        """The complete lines of ``metrics.jsonl``. A last line that is still being written is left out."""
+    def lines(self) -> FileLines:
+        """The lines of ``metrics.jsonl``."""
         try:
-            return (self.path / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+            return FileLines(self.path / "metrics.jsonl")
         except OSError:
-            return []
+            return FileLines(os.devnull)
 
     @cached_property
     def last(self) -> Mapping[str, Any]:
@@ -166,8 +191,8 @@ class RunRecord:
         patience = self.option("eval.patience")
         patience = patience if type(patience) is int and patience > 0 else None
         tracker = BestTracker(self.option("eval.metric"), self.option("eval.mode", "auto"), patience)
-        for number, raw in enumerate(self.lines):
-            line = self.line(number) if b'"eval/' in raw else {}
+        for number in range(len(self.lines)):
+            line = self.line(number) if b'"eval/' in self.lines[number] else {}
             try:
                 if line.get("step", 0) > 0:  # step 0 is the model before training: no checkpoint contains it
                     tracker.update(line["step"], line)
@@ -235,6 +260,11 @@ def find_runs(folder: Path) -> Iterator[Path]:
             folders.clear()
         # os.walk goes on into the folders that are left in this list.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+
+
+def few(times: Sequence[str]) -> list[str]:
+    """The times of starts; of more than :data:`STARTS`, the first and the last, with the number of the others."""
+    return [*times] if len(times) <= STARTS else [times[0], f"{len(times) - 2} more", times[-1]]
 
 
 def value_text(value: Any) -> str:
