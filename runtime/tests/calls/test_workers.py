@@ -18,6 +18,7 @@ import pytest
 from rlhf.errors import EnvError, RewardError
 from rlhf.plugins import Resolved
 from rlhf.types import RewardResult, Row
+from rlhf_runtime.calls import plugin_worker
 from rlhf_runtime.calls.plugin_worker import PluginWorker, WorkerPool
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.rewards.scoring import ActiveReward
@@ -189,6 +190,41 @@ def test_the_pool_replaces_a_dead_worker_and_serves_in_order(from_file, make_gro
     assert isinstance(pids[3], RewardError)
     assert len({pids[0], pids[2], pids[4]}) == 3
     assert all(gone(pid) for pid in (pids[0], pids[2], pids[4]))
+
+
+STARTS = """
+import os, time
+from pathlib import Path
+
+FOLDER = Path({folder!r})
+(FOLDER / f"starts-{{os.getpid()}}").touch()
+for _ in range(20):
+    (FOLDER / f"seen-{{os.getpid()}}-{{len([*FOLDER.glob('starts-*')])}}").touch()
+    time.sleep(0.01)
+(FOLDER / f"starts-{{os.getpid()}}").unlink()
+
+def score(prompt, completion, row):
+    return 1.0
+"""
+
+
+def test_only_some_workers_start_at_the_same_time(from_file, tmp_path, monkeypatch) -> None:
+    """Each start has a deadline, and hundreds of them on few processors would exceed it."""
+    monkeypatch.setattr(plugin_worker, "MOST_STARTS", 2)
+    resolved = from_file("reward", STARTS.format(folder=str(tmp_path)))
+    pools = [WorkerPool(resolved, None, RewardError) for _ in range(5)]
+
+    async def scenario() -> list[PluginWorker]:
+        return await asyncio.gather(*(pool.acquire() for pool in pools))
+
+    try:
+        assert all(worker.running for worker in asyncio.run(scenario()))
+    finally:
+        for pool in pools:
+            pool.close()
+    seen = [path.name.split("-") for path in tmp_path.glob("seen-*")]
+    assert len({int(process) for _, process, _ in seen} - {os.getpid()}) == 5
+    assert {int(count) for _, _, count in seen} == {1, 2}
 
 
 def test_a_worker_that_died_while_nobody_used_it_fails_no_call(from_file, make_group) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.children import Child
+from rlhf.control_groups import usable_cores
 from rlhf.errors import RlhfError, brief
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.plugins import Resolved
@@ -41,6 +42,8 @@ from rlhf_runtime.calls.plugin_process import HEADER
 
 START_DEADLINE = 120.0
 """Maximum seconds for a worker to import its plugin. This time is not part of a call's deadline."""
+MOST_STARTS = max(16, usable_cores())
+"""Largest number of workers that start at the same time. More would only share the processors until their deadline."""
 KEPT_LINES = 12
 """Number of last lines of a worker's output that the error about its death shows."""
 
@@ -48,6 +51,8 @@ MOST_BYTES = 1 << 30
 """Maximum bytes of one answer. A larger answer means that the plugin wrote to the socket itself, or would fill the
 memory of the run."""
 _alive: weakref.WeakSet[PluginWorker] = weakref.WeakSet()
+_starts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+"""Limits the starts of each event loop to :data:`MOST_STARTS`."""
 
 
 class WorkerDied(Exception):
@@ -241,18 +246,22 @@ class WorkerPool:
                     return worker
                 worker.kill()  # it died while idle, which is not a failure of this call
                 self._workers.remove(worker)
-            worker = self._make()
-            self._workers.append(worker)
-            try:
-                await worker.start()
-            except BaseException:
-                worker.kill()
-                self._workers.remove(worker)
-                raise
-            return worker
+            async with _starts.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_STARTS)):
+                return await self._start()
         except BaseException:
             self._free.release()
             raise
+
+    async def _start(self) -> PluginWorker:
+        worker = self._make()
+        self._workers.append(worker)
+        try:
+            await worker.start()
+        except BaseException:
+            worker.kill()
+            self._workers.remove(worker)
+            raise
+        return worker
 
     def release(self, worker: PluginWorker) -> None:
         """Return a worker to the pool. A dead one is replaced when the next one is needed."""
