@@ -60,6 +60,17 @@ def pair():
     launcher.shutdown()
 
 
+@pytest.mark.linux("elsewhere a child has no guard")
+def test_a_stop_of_all_processes_of_a_job_leaves_the_ranks_to_the_driver(pair):
+    """`scancel` sends SIGTERM to the driver and to all its descendants. The driver then finishes its step."""
+    rank = psutil.Process(pair.call("starts", [()] * 2)[0][0])
+    for process in (rank, rank.parent()):
+        process.terminate()
+    with pytest.raises(psutil.TimeoutExpired):  # the guard ends its worker within half a second
+        rank.wait(timeout=1.5)
+    assert pair.call("world_size", [()] * 2) == [2, 2]
+
+
 def test_a_killed_rank_is_named_and_its_children_end(pair):
     started = [psutil.Process(pid) for pids in pair.call("starts", [()] * 2) for pid in pids]
     waiting = pair.begin("fail_later", [(60.0,)] * 2)

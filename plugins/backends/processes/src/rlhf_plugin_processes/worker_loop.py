@@ -16,6 +16,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from rlhf.supervisor import ignore_stops
 from rlhf_workers.process.worker import Worker
 
 from rlhf_plugin_processes.channel import ANSWER, ASK, END, FAILED, ITEM, LOOPBACK, ROOM, SIDE_CALL, Channel, Message
@@ -37,6 +38,7 @@ class WorkerLoop:
         """{call: number of further items that may wait for their reader}, for streams with a limit."""
 
     def run(self) -> None:
+        ignore_stops()
         threading.Thread(target=self._read, name="messages", daemon=True).start()
         while True:
             message = self._calls.get()
