@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import PROMPTS, Workshop, merged
+from tests.runs import PROMPTS, Finished, Workshop, merged
 
 TWO = {"minibatches": 2}
 """Two optimizer steps, so that the policy of the second is not that of the samples."""
@@ -29,6 +29,20 @@ RATES = {"remax": 2e-2, "rae": 2e-2}
 LENGTHS = "def score(prompt, completion, row):\n    return -abs(len(completion) - 3) * 100\n"
 SUMS = "def score(prompt, completion, row):\n    return len(completion) + float(row['answer'])\n"
 SHORT = ("flash_reinforce", "dppo")
+JUDGED = """
+from dataclasses import replace
+from rlhf.interfaces import Rollout
+
+
+class Judged(Rollout):
+    name = "judged"
+    gives_rewards = True
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_prompt(row)
+        answer = await ctx.generate([prompt], ctx.sampling)
+        return [prompt, replace(answer, reward=-100.0 * len(set(answer.ids)))]
+"""
 DIGITS = """
 from rlhf.interfaces import Env
 from rlhf.types import EnvStep
@@ -80,11 +94,22 @@ def test_gdpo_weighs_rewards_by_their_weights_and_not_by_their_scale(shop: Works
     lengths = {"use": f"file:{shop.file('lengths.py', LENGTHS)}", "name": "lengths", "weight": 0.5}
     config = shop.config("grpo", "run", algorithm={"advantage": {"use": "gdpo"}}, run={"steps": 1})
     config["reward"].append(lengths)
-    run = shop.train_config(config)
+    check_gdpo(shop.train_config(config), {"reward": 1.0, "lengths": 0.5})
+
+
+def test_gdpo_takes_the_reward_of_a_rollout_as_one_of_the_two(shop: Workshop) -> None:
+    rollout = {"use": f"file:{shop.file('judged.py', JUDGED)}"}
+    config = shop.config("grpo", "run", algorithm={"advantage": {"use": "gdpo"}}, run={"steps": 1}, rollout=rollout)
+    check_gdpo(shop.train_config(config), {"reward": 1.0, "env": 1.0})
+
+
+def check_gdpo(run: Finished, weights: dict[str, float]) -> None:
+    """Compute the advantages again from the recorded rewards. ``env``: the rewards of turns."""
     samples = list(run.samples())
     sums = [0.0] * len(samples)
-    for name, weight in (("reward", 1.0), ("lengths", 0.5)):
-        values = [s["rewards"][name]["value"] for s in samples]
+    for name, weight in weights.items():
+        rewards = [{**s["rewards"], "env": {"value": s["turns"][-1].get("reward")}} for s in samples]
+        values = [reward[name]["value"] for reward in rewards]
         for i, s in enumerate(samples):
             group_values = [v for v, t in zip(values, samples, strict=True) if t["group"] == s["group"]]
             sums[i] += weight * (values[i] - statistics.mean(group_values)) / (statistics.stdev(group_values) + 1e-9)

@@ -111,3 +111,6 @@ class OnlineShape:
     """Whether a sample can have observations: replies of an environment or a tool between two answers of the policy."""
     temperature: float = 1.0
     """``sampling.temperature``."""
+    turn_rewards: bool = False
+    """Whether turns get rewards: from the environment, or from the rollout
+    (:attr:`~rlhf.interfaces.Rollout.gives_rewards`)."""

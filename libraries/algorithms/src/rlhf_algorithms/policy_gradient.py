@@ -197,12 +197,12 @@ class PolicyGradient(Algorithm[Group]):
 
     def conflicts(self, shape: OnlineShape) -> list[str]:
         problems, shaping = super().conflicts(shape) + self.teacher.conflicts(shape), self.config.shaping
-        if reads(self.advantage, "sources") and len(self.run.weights) < 2:
-            names = ", ".join(self.run.weights) or "none"
+        of_turns = {ENV: 1.0} if shape.turn_rewards and ENV not in self.run.step_sources else {}
+        if reads(self.advantage, "sources") and len(rewards := {**self.run.weights, **of_turns}) < 2:
             problems.append(
                 f"algorithm.advantage.use = {self.advantage.name!r} treats each reward separately and needs at least "
-                f"two rewards, got {len(self.run.weights)} ({names}; without those with credit = 'step'). Add a "
-                "reward, or use the advantage group_norm."
+                f"two rewards, got {len(rewards)} ({', '.join(rewards) or 'none'}; without those with credit = "
+                "'step'). Add a reward, or use the advantage group_norm."
             )
         if self.config.echo_coef is not None and not shape.observations:
             problems.append(

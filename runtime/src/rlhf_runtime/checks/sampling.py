@@ -266,7 +266,8 @@ def _shape(run: RunPlugins) -> OnlineShape:
     answer = min(s.max_new_tokens * turns, limit)
     trajectories = config.data.batch_size * s.samples_per_prompt * max(1, len(played(run)))
     observes = run.rollout is not None and run.rollout.observes and not (in_environment and turns == 1)
-    return OnlineShape(trajectories, answer, answer if in_environment else limit, observes, s.temperature)
+    rewarded = in_environment or (run.rollout is not None and run.rollout.gives_rewards)
+    return OnlineShape(trajectories, answer, answer if in_environment else limit, observes, s.temperature, rewarded)
 
 
 def generator_capabilities(run: RunPlugins) -> list[str]:
