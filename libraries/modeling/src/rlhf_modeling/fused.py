@@ -38,12 +38,15 @@ their size. Queries and keys are then processed as heads of one tensor."""
 
 def fuse_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Replace the forward of every known decoder layer of ``model`` by a fused one. Returns these layers."""
-    fused = []
-    for layer in model.modules():
-        if type(layer).__name__ in LAYERS and _can_fuse(layer):
-            layer.forward = _FusedLayer(layer)
-            fused.append(layer)
-    return fused
+    layers = known_layers(model)
+    for layer in layers:
+        layer.forward = _FusedLayer(layer)
+    return layers
+
+
+def known_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers that can be fused."""
+    return [layer for layer in model.modules() if type(layer).__name__ in LAYERS and _can_fuse(layer)]
 
 
 def restore_layers(layers: list[nn.Module]) -> None:

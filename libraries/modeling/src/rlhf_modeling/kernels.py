@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from rlhf.errors import CapabilityError
 from torch import Tensor, nn
 
 from rlhf_modeling import liger
 from rlhf_modeling.config import Kernels
-from rlhf_modeling.fused import LAYERS, fuse_layers, restore_layers
+from rlhf_modeling.fused import LAYERS, fuse_layers, known_layers, restore_layers
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.stored import in_bf16, in_fp32
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 AGREE, AGREE_IN_BF16 = 1e-3, 2e-2
 """Largest relative norm of the difference between hidden states of Liger's and of transformers' layers. In bf16 two
@@ -36,13 +41,23 @@ def use_kernels(model: LoadedModel, kernels: Kernels, bf16: bool = False) -> Non
     if kernels == "liger":
         check_liger(model, liger.use_liger(model.module), bf16)
     elif kernels == "own" and not _fuse(model):
-        name, kinds = type(model.module).__name__, ", ".join(sorted(n.removesuffix("DecoderLayer") for n in LAYERS))
-        raise CapabilityError(
-            f"trainer.kernels = 'own': not all layers of {name} can be fused (supported: layers of {kinds}, with SiLU "
-            "and without dropout in attention). Remove the option."
-        )
+        raise _not_fused(model.module)
     elif kernels == "auto" and not (bf16 and _takes_liger(model)):
         _fuse(model)
+
+
+def require_own(module: PreTrainedModel) -> None:
+    """Raises CapabilityError if not all layers can be fused. The module may be on the meta device."""
+    if len(known_layers(module)) < module.config.get_text_config().num_hidden_layers:
+        raise _not_fused(module)
+
+
+def _not_fused(module: PreTrainedModel) -> CapabilityError:
+    kinds = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
+    return CapabilityError(
+        f"trainer.kernels = 'own': not all layers of {type(module).__name__} can be fused (supported: layers of "
+        f"{kinds}, with SiLU and without dropout in attention). Remove the option."
+    )
 
 
 def _takes_liger(model: LoadedModel) -> bool:

@@ -22,6 +22,7 @@ from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.experts import balanced_routers
 from rlhf_modeling.export_files import read_generation_config, try_export
 from rlhf_modeling.images.architecture import has_vision, is_image_text, language_model
+from rlhf_modeling.kernels import require_own
 from rlhf_modeling.model import model_class, require_floats, require_weights, take_apart
 from rlhf_modeling.pretrained import headers_of, quiet, read, read_config
 from rlhf_modeling.router_replay import expert_layers
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 
 def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
     """Refuse options that do not fit the model: adapters for a model without linear layers, names of modules that it
-    lacks, options of a vision tower for a model without one, the experts' auxiliary loss for a model without experts.
-    Also refuse image-text models whose class is not a decoder-only body with a head (BLIP-2, Florence-2).
+    lacks, options of a vision tower for a model without one, the experts' auxiliary loss for a model without experts,
+    the project's own kernels for a model with other layers. Also refuse image-text models whose class is not a
+    decoder-only body with a head (BLIP-2, Florence-2).
 
     Raises ModelError, ConfigError or CapabilityError. A model that transformers cannot build from its config alone is
     checked when it is loaded.
@@ -41,12 +43,15 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
     replayed_layers(config, spec)
     lora, image_text = config.lora, is_image_text(spec)
     options = spec.role.trained and bool(lora or config.aux_loss_coef or config.freeze_vision)
-    if not (options or image_text):
+    own = config.kernels == "own"
+    if not (options or image_text or own):
         return
     if (module := known_skeleton(spec.path, spec.trust_remote_code, spec.images)) is None:
         return
     if image_text:
         take_apart(module, "lm", spec)
+    if own:
+        require_own(module)
     if not options:
         return
     for name, used in (("freeze_vision", config.freeze_vision), ("lora.vision", lora is not None and lora.vision)):

@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from rlhf.errors import CapabilityError, ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf.types import RoleSpec
 from rlhf_modeling import liger
 from rlhf_modeling.fused import fuse_layers, restore_layers
 from rlhf_modeling.kernels import check_kernels, use_kernels
+from rlhf_modeling.option_checks import check_training
+from rlhf_plugin_local.trainer import TorchTrainerConfig
 from rlhf_testing.tiny import tiny_model
 
 FOLDER = Path(__file__).parent
@@ -133,3 +137,13 @@ def test_own_kernels_are_refused_where_they_do_not_fit(tmp_path, make_trainer):
         with pytest.raises(CapabilityError, match=r"trainer\.kernels = 'own': not all layers of "):
             make_trainer(path, kernels="own")
         make_trainer(path)
+
+
+def test_own_kernels_are_refused_before_the_model_is_loaded(tmp_path, model_path):
+    def check(path):
+        spec = ModelSpec(RoleSpec("policy", "lm", True), str(path), "fp32")
+        check_training(TorchTrainerConfig(kernels="own"), spec, "cpu", None)
+
+    check(model_path)
+    with pytest.raises(CapabilityError, match=r"not all layers of Qwen3MoeForCausalLM can be fused"):
+        check(tiny_model(tmp_path, architecture="qwen3_moe"))
