@@ -219,10 +219,10 @@ def test_of_many_starts_the_first_and_the_last_are_shown(whole, tmp_path, capsys
     run = copied(whole, tmp_path / "run")
     manifest = json.loads((run / "manifest.json").read_text())
     times = [f"2026-01-{day:02} 10:00" for day in range(1, 9)]
-    for count, shown in ((6, times[:6]), (7, [times[0], "5 more", times[6]]), (8, [times[0], "6 more", times[7]])):
+    for count, names in ((6, times[:6]), (7, [times[0], "5 more", times[6]]), (8, [times[0], "6 more", times[7]])):
         manifest["starts"] = [manifest["starts"][-1] | {"time": time} for time in times[:count]]
         (run / "manifest.json").write_text(json.dumps(manifest))
-        assert f" {', '.join(shown)}\n" in called(capsys, "show", run)
+        assert f" {', '.join(names)}\n" in called(capsys, "show", run)
 
 
 def test_a_metric_that_is_not_a_number_is_left_out(whole, tmp_path, capsys):

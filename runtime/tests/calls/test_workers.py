@@ -211,8 +211,8 @@ def score(prompt, completion, row):
 def test_only_some_workers_start_at_the_same_time(from_file, tmp_path, monkeypatch) -> None:
     """Each start has a deadline, and hundreds of them on few processors would exceed it."""
     monkeypatch.setattr(plugin_worker, "MOST_STARTS", 2)
-    resolved = from_file("reward", STARTS.format(folder=str(tmp_path)))
-    pools = [WorkerPool(resolved, None, RewardError) for _ in range(5)]
+    make = partial(PluginWorker, from_file("reward", STARTS.format(folder=str(tmp_path))), None, RewardError)
+    pools = [WorkerPool(make, size=1) for _ in range(5)]
 
     async def scenario() -> list[PluginWorker]:
         return await asyncio.gather(*(pool.acquire() for pool in pools))
@@ -222,9 +222,9 @@ def test_only_some_workers_start_at_the_same_time(from_file, tmp_path, monkeypat
     finally:
         for pool in pools:
             pool.close()
-    seen = [path.name.split("-") for path in tmp_path.glob("seen-*")]
-    assert len({int(process) for _, process, _ in seen} - {os.getpid()}) == 5
-    assert {int(count) for _, _, count in seen} == {1, 2}
+    records = [path.name.split("-") for path in tmp_path.glob("seen-*")]
+    assert len({int(process) for _, process, _ in records} - {os.getpid()}) == 5
+    assert {int(count) for _, _, count in records} == {1, 2}
 
 
 def test_a_worker_that_died_while_nobody_used_it_fails_no_call(from_file, make_group) -> None:

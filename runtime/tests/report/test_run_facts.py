@@ -59,11 +59,13 @@ def test_the_facts_of_a_long_run_need_no_memory_for_its_lines(tmp_path: Path, mo
     assert memory < of_all_lines / 2
     steps = [step for step in range(1, count) if step != 9]
     parts = [steps[start : start + 6] for start in range(0, len(steps), 6)]
-    shown = facts["curves"]
-    assert (facts["steps"], shown["every"], facts["best"]) == (count - 1, 6, ["eval/reward", 0.0, 7])
-    assert shown["steps"] == [part[-1] for part in parts]
-    assert shown["metrics"]["eval/reward"] == pytest.approx([fmean(-abs(n - 7) for n in part) for part in parts], 1e-5)
-    assert shown["metrics"][names[3]] == pytest.approx([fmean(n / 7 for n in part) for part in parts], 1e-5)
+    picture = facts["curves"]
+    assert (facts["steps"], picture["every"], facts["best"]) == (count - 1, 6, ["eval/reward", 0.0, 7])
+    assert picture["steps"] == [part[-1] for part in parts]
+    assert picture["metrics"]["eval/reward"] == pytest.approx(
+        [fmean(-abs(n - 7) for n in part) for part in parts], 1e-5
+    )
+    assert picture["metrics"][names[3]] == pytest.approx([fmean(n / 7 for n in part) for part in parts], 1e-5)
     assert any("metrics.jsonl:9 " in problem for problem in facts["problems"])
 
 

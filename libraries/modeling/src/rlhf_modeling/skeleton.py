@@ -43,14 +43,14 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
     replayed_layers(config, spec)
     lora, image_text = config.lora, is_image_text(spec)
     options = spec.role.trained and bool(lora or config.aux_loss_coef or config.freeze_vision)
-    own = config.kernels == "own"
-    if not (options or image_text or own):
+    own_kernels = config.kernels == "own"
+    if not (options or image_text or own_kernels):
         return
     if (module := known_skeleton(spec.path, spec.trust_remote_code, spec.images)) is None:
         return
     if image_text:
         take_apart(module, "lm", spec)
-    if own:
+    if own_kernels:
         require_own(module)
     if not options:
         return
