@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import tomli_w
 from pyarrow import feather
 from rlhf_cli.main import main
@@ -34,6 +36,14 @@ ROWS = {"sft": PROMPTS, "dpo": PAIRS, "reward_model": PAIRS, "kto": LABELS}
 
 Say = Callable[..., tuple[int, str, str]]
 """A command of `rlhf`: (exit code, standard output, standard error)."""
+
+
+def require(*packages: str) -> None:
+    """Skip a file of tests where one of its packages is not installed. None is imported: that of DeepSpeed, and of
+    MLflow with it, takes seconds in each process that collects the file."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed", allow_module_level=True)
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,16 +11,13 @@ import pytest
 from rlhf_testing.tiny import tiny_model
 
 from tests.forks import Forks
-from tests.runs import Workshop, merged
+from tests.runs import Workshop, merged, require
 from tests.test_average import told_of
 from tests.test_cluster_runs import Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
-pytest.importorskip("ray")
-pytest.importorskip("vllm")
-pytest.importorskip("deepspeed")
-pytest.importorskip("peft")
+require("ray", "vllm", "deepspeed", "peft")
 
 SIZES = {"hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 32}
 

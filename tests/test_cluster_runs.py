@@ -18,13 +18,11 @@ from rlhf_runtime.output.metrics import read_metrics
 
 from tests.continuous import check_ledger
 from tests.forks import Forks
-from tests.runs import Finished, Workshop, merged
+from tests.runs import Finished, Workshop, merged, require
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
-pytest.importorskip("ray")
-pytest.importorskip("vllm")
-pytest.importorskip("deepspeed")
+require("ray", "vllm", "deepspeed")
 
 SHARED = {"policy": {"ranks": 2}, "generator": {"ranks": 1, "share": "policy"}}
 CLUSTER: dict[str, Any] = {

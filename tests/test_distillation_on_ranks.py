@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from rlhf_testing.tiny import tiny_model
 
-from tests.runs import Workshop
+from tests.runs import Workshop, require
 from tests.test_distillation import self_taught
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
-pytest.importorskip("ray")
-pytest.importorskip("deepspeed")
+require("ray", "deepspeed")
 
 ON_RANKS: dict[str, Any] = {
     "launcher": {"use": "ray", "cpus": 2},

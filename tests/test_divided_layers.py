@@ -9,12 +9,11 @@ import torch
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file
 
-from tests.runs import Finished, Workshop
+from tests.runs import Finished, Workshop, require
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
-pytest.importorskip("ray")
-pytest.importorskip("deepspeed")
+require("ray", "deepspeed")
 
 DIVIDED: dict[str, Any] = {
     "launcher": {"use": "ray"},

@@ -7,14 +7,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.forks import Forks
-from tests.runs import Workshop
+from tests.runs import Workshop, require
 from tests.test_cluster_runs import Training, kill_a_rank_and_go_on_with_one
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
-pytest.importorskip("ray")
-pytest.importorskip("vllm")
-pytest.importorskip("peft")
+require("ray", "vllm", "peft")
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])

@@ -9,16 +9,13 @@ import pytest
 from rlhf_testing.image_models import tiny_image_model
 
 from tests.forks import Forks
-from tests.runs import Workshop, merged
+from tests.runs import Workshop, merged, require
 from tests.test_cluster_runs import Training
 from tests.test_image_runs import COLOURS, VLLM, changes, drawn_rows, vision_moved
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
-pytest.importorskip("ray")
-pytest.importorskip("vllm")
-pytest.importorskip("deepspeed")
-pytest.importorskip("peft")
+require("ray", "vllm", "deepspeed", "peft")
 
 SHARED = {"policy": {"ranks": 2}, "generator": {"ranks": 1, "share": "policy"}}
 """Two engines on the devices of the ranks. They sleep while the ranks compute."""

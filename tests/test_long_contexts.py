@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.forks import Forks
-from tests.runs import Workshop, merged
+from tests.runs import Workshop, merged, require
 from tests.test_cluster_runs import kill_a_rank_and_go_on_with_one
 from tests.test_divided_layers import assert_equal
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
-pytest.importorskip("vllm")
+require("vllm")
 
 ROWS: dict[str, Any] = {
     "launcher": {"use": "processes", "cpus": 2},

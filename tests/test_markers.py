@@ -14,7 +14,7 @@ import pytest
 
 from tests.members import ROOT
 
-STARTS = (r'importorskip\("(ray|vllm|deepspeed)"\)', r"\btwo_cpus\b", r"\bimports\.vllm\(120", r'\b(BIN / "ray"|RAY), ')
+STARTS = (r'(skip|require)\("(ray|vllm|deepspeed)"', r"\btwo_cpus\b", r"\bimports\.vllm\(120", r'\b(BIN / "ray"|RAY), ')
 """Words in the sources of tests that start it."""
 FILES = sorted(
     p

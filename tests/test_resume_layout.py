@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.runs import require
+
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
-pytest.importorskip("deepspeed")
+require("deepspeed")
 
 
 def test_a_run_is_resumed_in_another_zero_stage(shop):

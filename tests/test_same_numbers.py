@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 from rlhf_testing.tiny import tiny_model
 
-from tests.runs import Finished, Workshop, merged
+from tests.runs import Finished, Workshop, merged, require
 from tests.same_numbers import Case, Learnt, distance, learn_everywhere
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
-pytest.importorskip("ray")
-pytest.importorskip("deepspeed")
+require("ray", "deepspeed")
 
 CASES = {
     "ppo": Case("ppo", {"algorithm": {"kl": {"coef": 0.05}}}),
