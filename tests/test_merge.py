@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from rlhf_testing.image_models import tiny_image_model
@@ -21,6 +20,8 @@ IDS = torch.arange(3, 30)[None]
 
 def foreign(folder: Path, base: Path, **options: object) -> torch.Tensor:
     """An adapter that peft wrote. Returns what it computes on its base."""
+    import peft  # takes a second, for which a collection of tests need not wait
+
     config = peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **options)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     model.save_pretrained(folder)

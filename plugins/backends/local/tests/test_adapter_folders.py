@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from contextlib import nullcontext
 
-import peft
 import pytest
 import torch
 from rlhf.errors import ConfigError, ModelError
@@ -26,6 +26,12 @@ KINDS = {
     "saved": LoraOptions(rank=4, modules_to_save=("embed_tokens",)),
     "norms": LoraOptions(rank=4, modules_to_save=("norm", "embed_tokens")),
 }
+
+
+@pytest.fixture(scope="session")
+def peft():
+    """Its import takes a second, for which a collection of tests need not wait."""
+    return importlib.import_module("peft")
 
 
 def logprobs(trainer, batch, view="live"):
@@ -54,7 +60,7 @@ def exported(tmp_path, make_trainer, make_batch, nll):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_computes_the_merged_model_from_the_adapter(tmp_path, exported, kind, tied):
+def test_peft_computes_the_merged_model_from_the_adapter(tmp_path, exported, kind, tied, peft):
     base = tiny_model(tmp_path / "base", tied=tied)
     exported(KINDS[kind], base, tmp_path / "out")
     ids = torch.arange(3, 40)[None]
@@ -124,7 +130,7 @@ def test_all_weights_of_the_merged_model_are_trained_without_lora(tmp_path, make
     assert not any("lora" in name for name in merged.parameters)
 
 
-def test_a_reward_model_is_read_with_its_head(tmp_path, make_trainer, make_batch, squares):
+def test_a_reward_model_is_read_with_its_head(tmp_path, make_trainer, make_batch, squares, peft):
     base = tiny_model(tmp_path / "base")
     trainer = make_trainer(base, head="scalar", lora=LoraOptions(rank=4), lr=0.02)
     batch = make_batch([9, 12, 7], loss=squares, target=[1.0] * 28)
@@ -152,7 +158,7 @@ def test_a_reward_model_is_read_with_its_head(tmp_path, make_trainer, make_batch
 
 
 @pytest.mark.parametrize("options", [{"trained": False}, {}, {"lora": LoraOptions(rank=2, targets=("v_proj",))}])
-def test_a_reward_model_that_peft_wrote_is_read_with_its_head(tmp_path, make_trainer, make_batch, options):
+def test_a_reward_model_that_peft_wrote_is_read_with_its_head(tmp_path, make_trainer, make_batch, options, peft):
     """PEFT writes no config.json: that of the base says that the model is a language model."""
     base, folder = tiny_model(tmp_path / "base"), tmp_path / "foreign"
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["v_proj"], init_lora_weights=False, task_type="SEQ_CLS")
@@ -165,7 +171,7 @@ def test_a_reward_model_that_peft_wrote_is_read_with_its_head(tmp_path, make_tra
     assert not trainer.facts().random_head
 
 
-def test_an_adapter_of_a_token_classifier_stays_one(tmp_path, make_trainer):
+def test_an_adapter_of_a_token_classifier_stays_one(tmp_path, make_trainer, peft):
     """Its head has a bias, which a sequence classifier would not have."""
     lora, place = LoraOptions(rank=4), tiny_model(tmp_path / "base")
     for number in range(3):
@@ -184,7 +190,7 @@ def test_an_adapter_of_a_token_classifier_stays_one(tmp_path, make_trainer):
             torch.testing.assert_close(by_peft(ids).logits, expected, atol=1e-5, rtol=0)
 
 
-def test_an_adapter_that_peft_wrote_is_a_start(tmp_path, make_trainer, make_batch):
+def test_an_adapter_that_peft_wrote_is_a_start(tmp_path, make_trainer, make_batch, peft):
     base, folder = tiny_model(tmp_path / "base"), tmp_path / "foreign"
     config = peft.LoraConfig(
         r=2, lora_alpha=4, target_modules=["v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
@@ -202,7 +208,7 @@ def test_an_adapter_that_peft_wrote_is_a_start(tmp_path, make_trainer, make_batc
 
 
 @pytest.mark.parametrize("options", [{"init_lora_weights": "pissa"}, {"alora_invocation_tokens": [5]}])
-def test_an_adapter_beside_another_base_than_its_own_is_not_trained(tmp_path, make_trainer, options):
+def test_an_adapter_beside_another_base_than_its_own_is_not_trained(tmp_path, make_trainer, options, peft):
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["v_proj"], task_type="CAUSAL_LM", **options)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model(tmp_path / "base")), config)
     model.save_pretrained(tmp_path / "foreign")
@@ -223,7 +229,7 @@ def test_a_module_that_the_adapter_has_trained_is_trained_on(tmp_path, exported,
         TorchTrainer.check(trained, spec(tmp_path / "out" / "adapter"), "cpu")
 
 
-def test_an_adapter_that_unties_the_head_is_refused(tmp_path, make_trainer):
+def test_an_adapter_that_unties_the_head_is_refused(tmp_path, make_trainer, peft):
     base = tiny_model(tmp_path / "base", tied=True)
     config = peft.LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "foreign")

@@ -12,7 +12,6 @@ from rlhf_modeling.model import load_model
 from rlhf_modeling.token_parts import RowPart, TokenGroup
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM
-from transformers.integrations.neftune import neftune_post_forward_hook
 
 LENS = [6, 15, 9, 30, 4]
 
@@ -23,6 +22,8 @@ def loaded(model_path):
 
 
 def test_the_noise_of_one_sequence_equals_that_of_transformers(model_path, loaded, make_batch):
+    from transformers.integrations.neftune import neftune_post_forward_hook  # imports all of peft
+
     batch = make_batch([12])
     module, reference = loaded.module, AutoModelForCausalLM.from_pretrained(model_path).train()
     noise, loaded.computing = EmbeddingNoise(loaded, 7.0), [12]

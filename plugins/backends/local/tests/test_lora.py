@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import peft
 import pytest
 import torch
 from rlhf.errors import ConfigError, TrainingError
@@ -121,6 +120,8 @@ def test_a_mixture_with_a_dense_layer_gets_adapters_beside_linear_layers_only(tm
 def test_peft_adds_the_adapters_of_a_shared_expert_to_it_and_not_to_the_stacked_experts(
     tmp_path, make_trainer, make_batch, nll, targets
 ):
+    import peft  # takes a second, for which a collection of tests need not wait
+
     path, ids = tmp_path / "model", torch.arange(3, 40)[None]
     tiny_architecture(path, "deepseek_v3")  # a dense layer, then experts with a shared one
     trainer, batch = make_trainer(path, lora=LoraOptions(rank=4, targets=targets), lr=0.05), make_batch([9], loss=nll)
