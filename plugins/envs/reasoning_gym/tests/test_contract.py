@@ -18,12 +18,14 @@ def row() -> dict[str, Any]:
 
 class TestReasoningGym(EnvContract):
     env = ReasoningGym
-    configs = (
-        ReasoningGym.Config(task="chain_sum"),
-        ReasoningGym.Config(task="spell_backward", task_config={"max_word_len": 4}, answer="text", scorer_error=0.0),
-    )
     rows = ({"prompt": ""}, {"prompt": "", "seed": 3}, {"prompt": "", "task": "rush_hour"})
     actions = ("<answer>4</answer>", "4", "", "\N{SNOWMAN}", "<answer></answer> <answer>a\nb</answer>")
+
+    @property
+    def configs(self) -> tuple[ReasoningGym.Config, ...]:
+        """A config that names a task is checked against all tasks."""
+        options = {"task": "spell_backward", "task_config": {"max_word_len": 4}, "answer": "text", "scorer_error": 0.0}
+        return ReasoningGym.Config(task="chain_sum"), ReasoningGym.Config(**options)
 
 
 class TestReasoningGymReward(RewardContract):
