@@ -194,6 +194,7 @@ def test_an_object_that_is_not_a_model_or_tokenizer_is_refused(tmp_path, loaded)
         ObjectFiles(tmp_path).model(loaded[0], "path")
 
 
+@pytest.mark.slow  # imports all of peft
 def test_a_model_with_adapters_is_refused(tmp_path, loaded):
     peft = pytest.importorskip("peft")
     import copy
