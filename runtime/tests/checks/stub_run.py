@@ -56,7 +56,11 @@ def stub_run(
     sampled = algorithm.data == "prompts" or config.reward or config.env is not None
     rollout: Any = (
         SimpleNamespace(
-            needs_env=needs_env, replays_env=replays_env, observes=needs_env or replays_env, concurrency=limits[0]
+            needs_env=needs_env,
+            replays_env=replays_env,
+            observes=needs_env or replays_env,
+            gives_rewards=False,
+            concurrency=limits[0],
         )
         if sampled
         else None
