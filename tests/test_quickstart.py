@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -210,3 +211,45 @@ def test_an_old_python_is_refused_and_leaves_no_environment(tmp_path: Path) -> N
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert f"{old} is 3.9; try: rm -rf .venv; make PYTHON=python3.12" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+SAVES_AFTER_A_CTRL_C = """
+import pathlib, signal, sys, time
+
+def save(*signal_and_frame):
+    time.sleep(1)
+    pathlib.Path("saved").touch()
+    sys.exit(130)
+
+signal.signal(signal.SIGINT, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+STARTS_IT = """
+import sys
+from {module} import execute
+from examples.quickstart.commands import run
+run("python", "child.py", execute=execute)
+"""
+
+
+@pytest.mark.parametrize("name", ["quickstart.commands", "gsm8k.run", "preferences.run", "rlhf.run"])
+def test_a_command_of_an_example_may_save_after_a_ctrl_c(tmp_path: Path, name: str) -> None:
+    """A terminal sends the signal to the example and to its command."""
+    (tmp_path / "child.py").write_text(SAVES_AFTER_A_CTRL_C)
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTS_IT.format(module=f"examples.{name}")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "ready\n":
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate()
+    assert errors == "stopped. The same command starts again from the beginning\n"
+    assert (tmp_path / "saved").exists()

@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # one example uses parts of another
+
+from examples.quickstart.commands import execute, run
 
 HERE = Path(__file__).resolve().parent
 RUNS = Path("runs/gsm8k")
@@ -25,12 +28,6 @@ SMALL = {
 """Options of --small (a smaller model, fewer steps), by run file."""
 SMALL_ANSWERS = ("--sampling.max_new_tokens", "64")
 SMALL_ROWS = 96
-
-
-def execute(command: Sequence[str]) -> int:
-    """Run a command with this Python's `rlhf`; returns its exit code."""
-    words = [sys.executable, *(("-m", "rlhf_cli.main") if command[0] == "rlhf" else ()), *command[1:]]
-    return subprocess.run(words, check=False).returncode
 
 
 def train(name: str, small: bool) -> list[str]:
@@ -75,9 +72,7 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
         *(train(name, small) for name in names),
         *(evaluate(name, small, rows) for name in names),
     ):
-        print(f"\n$ {' '.join(command)}", flush=True)
-        if execute(command):
-            sys.exit(f"`{' '.join(command)}` failed; the message above says why")
+        run(*command, execute=execute)
     base, after = map(rates, names)
     print(
         f"\nDone in {time.perf_counter() - start:.0f} s. The model is in {RUNS / 'grpo' / 'model'}.\n"

@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # one example uses parts of another
+
+from examples.quickstart.commands import execute, run
 
 HERE = Path(__file__).resolve().parent
 RUNS = Path("runs/preferences")
@@ -29,12 +32,6 @@ PARTS = {
 SMALL = ("--run.steps", "2", "--data.batch_size", "4", "--trainer.warmup_steps", "0")
 SMALL_EVAL = ("--eval.max_rows", "8")
 SMALL_SAMPLES = ("--sampling.max_new_tokens", "16", "--algorithm.min_reward", "0")
-
-
-def execute(command: Sequence[str]) -> int:
-    """Run a command with this Python's `rlhf`; returns its exit code."""
-    words = [sys.executable, *(("-m", "rlhf_cli.main") if command[0] == "rlhf" else ()), *command[1:]]
-    return subprocess.run(words, check=False).returncode
 
 
 def runs(parts: Sequence[str]) -> list[str]:
@@ -69,18 +66,16 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
     arguments = parser.parse_args(words)
     chosen = runs(arguments.only or list(PARTS))
     prepare = ["python", str(HERE / "prepare.py"), str(TASK), "--data", arguments.data]
-    commands = [command(run, arguments.small) for run in chosen]
+    commands = [command(name, arguments.small) for name in chosen]
     shutil.rmtree(RUNS, ignore_errors=True)
     for step in ([*prepare, *(["--small"] if arguments.small else [])], *commands):
-        print(f"\n$ {' '.join(step)}", flush=True)
-        if execute(step):
-            sys.exit(f"`{' '.join(step)}` failed; the message above says why")
+        run(*step, execute=execute)
     print("\nWithout a model, on all held-out rows; a run leaves out those over its limits or after eval.max_rows:")
-    for name, value in json.loads((TASK / "baselines.json").read_text(encoding="utf-8")).items():
-        print(f"  {name}: {value:.3f}")
-    for run in chosen:
-        for name, (start, after) in figures(run).items():
-            print(f"{run}  {name.removeprefix('eval/')}: {start:.4g} -> {after:.4g}")
+    for baseline, value in json.loads((TASK / "baselines.json").read_text(encoding="utf-8")).items():
+        print(f"  {baseline}: {value:.3f}")
+    for name in chosen:
+        for metric, (start, after) in figures(name).items():
+            print(f"{name}  {metric.removeprefix('eval/')}: {start:.4g} -> {after:.4g}")
 
 
 if __name__ == "__main__":

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # one example uses parts of another
+
+from examples.quickstart.commands import run
+
 HERE = Path("examples/reasoning_gym")
 RUNS = Path("runs/reasoning_gym")
-
-
-def run(*command: str) -> None:
-    """Print a command and run it with this Python; end the program if it fails."""
-    print(f"\n$ {' '.join(command)}", flush=True)
-    words = [sys.executable, *(("-m", "rlhf_cli.main") if command[0] == "rlhf" else ()), *command[1:]]
-    if subprocess.run(words).returncode:
-        sys.exit(f"`{' '.join(command)}` failed; the message above says why")
 
 
 def main() -> None:

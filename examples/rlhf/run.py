@@ -19,7 +19,8 @@ from rlhf_cli.main import main as rlhf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # one example uses parts of another
 
-from examples.gsm8k.run import execute
+from examples.quickstart import commands
+from examples.quickstart.commands import execute
 
 HERE = Path("examples/rlhf")
 RUNS = Path("runs/rlhf")
@@ -108,10 +109,8 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
         if result is not None and (finished(result) if result.parent == RUNS else result.exists()):
             print(f"\n{result} exists", flush=True)
             return
-        print(f"\n$ {' '.join(command)}", flush=True)
         start = time.perf_counter()
-        if execute(command):
-            sys.exit(f"`{' '.join(command)}` failed; the message above says why")
+        commands.run(*command, execute=execute, after_stop="The same command continues")
         print(f"{time.perf_counter() - start:.0f} s", flush=True)
 
     run(RUNS / "task" / "held_out.jsonl", prepare(arguments.data, arguments.model, (*flags.get("prepare", ()), *rows)))
