@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    plugins = Plugins.discover()
+    load, plugins = os.getloadavg()[0], Plugins.discover()
     local = plugins.resolve("launcher", "local").cls()
     in_one_process = measure(Step(local, 1, 1), options.steps)
     cls = plugins.resolve("launcher", "processes").cls
@@ -272,7 +272,7 @@ def main() -> None:
         "step_milliseconds_in_one_process": base,
         "transfers": carried,
         "round_trips": trips,
-        "machine": {"cpus": os.cpu_count(), "load_before": os.getloadavg()[0], "python": platform.python_version()},
+        "machine": {"cpus": os.cpu_count(), "load_before": load, "python": platform.python_version()},
         "versions": {"ray": ray.__version__, "torch": torch.__version__},
     }
     if options.output is not None:
