@@ -99,11 +99,15 @@ def test_gradient_checkpointing_keeps_the_inputs_of_layers(tmp_path):
 
 
 def test_copies_of_the_logits():
-    assert [copies(("logprobs",), backward=b) for b in (False, True)] == [2, 4]
-    assert [copies(("logprobs", "entropy"), backward=b) for b in (False, True)] == [4, 6]
-    assert copies(("hidden",), backward=False) == 0
-    assert copies(("logprobs", "hidden", "top1"), backward=True) == 4
-    assert copies(("logprobs", "of_a_plugin"), backward=True) == 6
+    def of(*outputs, backward=True, device="cpu"):
+        return copies(outputs, backward=backward, device=device)
+
+    assert [of("logprobs", backward=b, device=d) for d in ("cuda", "cpu") for b in (False, True)] == [2, 4, 2, 2]
+    assert copies(("logprobs", "top1"), backward=True, device="cpu", tempered=False) == 1
+    assert [of("logprobs", "entropy", backward=b) for b in (False, True)] == [4, 6]
+    assert of("hidden", backward=False) == 0
+    assert [of("logprobs", "hidden", "top1", device=d) for d in ("cuda", "cpu")] == [4, 2]
+    assert of("logprobs", "of_a_plugin") == 6
 
 
 def test_in_fp32_on_a_gpu_keys_and_values_are_repeated_for_every_query_head(tmp_path):

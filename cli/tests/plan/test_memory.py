@@ -199,7 +199,7 @@ def test_pages_of_freed_gradients_stay_beside_few_activations(size):
     wide = replace(size, outputs=50_000, vocabulary=50_000, head=head, embedding=head, parameters=pieces // 4 + head)
     plain, checkpointed = (
         memory(
-            wide, Storage(frees_gradients=True), device="cpu", tokens=64, accumulated_tokens=0,
+            wide, Storage(frees_gradients=True), device="cpu", tokens=128, accumulated_tokens=0,
             checkpointing=checkpointing,
         ).phases["train"].device
         for checkpointing in (False, True)

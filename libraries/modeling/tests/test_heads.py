@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from rlhf.errors import TrainingError
-from rlhf.ops.heads import ENTROPY, LOGPROBS, SCORES, VALUES
+from rlhf.ops.heads import ENTROPY, LOGPROBS, SCORES, TOP1, VALUES
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Head
 from rlhf_modeling import heads as head_ops
+from rlhf_modeling.config import TrainingConfig, most_logits
 from rlhf_modeling.stored import fp32_sums, head_product
 from torch import nn
+
+LOG_SUM = Head("log_sum", lambda logits, *_: logits.logsumexp(1))
+"""Keeps the logits for its backward pass."""
+AGAIN = replace(LOGPROBS, name="again")
 
 
 def plain_logprobs(hidden_NH, weight, batch, temperature_N):
@@ -55,6 +61,56 @@ def test_logprobs_and_gradients_equal_whole_logits(chunk, tempered):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
+SETS = [[], [TOP1], [ENTROPY], [TOP1, ENTROPY], [LOG_SUM], [AGAIN]]
+
+
+@pytest.mark.parametrize("chunk", [10**6, 3])
+@pytest.mark.parametrize("others", SETS, ids=lambda heads: "+".join(h.name for h in heads) or "alone")
+def test_logprobs_in_the_memory_of_the_logits_change_no_output_and_no_gradient(chunk, others):
+    batch, hidden, weight = setup()
+    heads, index = [LOGPROBS, *others], batch.index("loss_mask")
+    outputs = compute(batch, hidden, weight, heads, chunk)
+    logits = hidden[index - 1] @ weight.t()
+    expected = {head.name: head.fn(logits, batch.ids_N[index], {}, {}) for head in heads}
+    assert list(outputs) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(outputs[name], value, rtol=1e-6, atol=1e-6)
+    gradients, plain = (
+        torch.autograd.grad(sum(x.square().sum() for x in values.values()), (hidden, weight))
+        for values in (outputs, expected)
+    )
+    for a, b in zip(gradients, plain, strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm()
+
+
+@pytest.mark.parametrize("temperature", [None, 1.0, 0.5])
+@pytest.mark.parametrize("others", SETS, ids=lambda heads: "+".join(h.name for h in heads) or "alone")
+def test_which_logprobs_are_computed_in_the_memory_of_the_logits(temperature, others):
+    """Those at temperature 1 beside heads that do not keep the logits. Other logits are as the head computed them."""
+    batch, hidden, weight = setup()
+    index = batch.index("loss_mask")
+    if temperature is not None:
+        temperature_N = torch.zeros(batch.tokens)  # zero: not sampled
+        temperature_N[index] = temperature
+        batch = batch.with_column("tok", "temperature", temperature_N)
+    [plain], results = [(hidden[index - 1] @ weight.t()).detach()], []
+    tempered = head_ops.is_tempered(batch)
+    assert tempered == (temperature == 0.5)
+    compute(batch, hidden, weight, [LOGPROBS, *others], logits=lambda h: results.append(h @ weight.t()) or results[0],
+            tempered=tempered)  # fmt: skip
+    overwritten = not tempered and others not in ([LOG_SUM], [AGAIN])
+    assert torch.equal(results[0].detach(), plain.log_softmax(1) if overwritten else plain)
+
+
+def test_the_default_number_of_logits_depends_on_their_copies():
+    config = TrainingConfig()
+    for backward, most in ((True, 2**26), (False, 2**25)):
+        numbers = [most_logits(config, "cpu", copies, backward=backward) for copies in (0, 1, 2, 6)]
+        assert numbers == [most, most, most // 2, 2**24]
+        assert most_logits(config, "cuda", 4, backward=backward) == 2**27
+        assert most_logits(TrainingConfig(logits_chunk=500), "cpu", 1, backward=backward) == 500
+
+
 def test_no_more_logits_than_a_chunk_exist():
     batch, hidden, weight = setup()
     rows, alive = [], []
@@ -65,9 +121,9 @@ def test_no_more_logits_than_a_chunk_exist():
         rows.append((h.shape[0], sum(ref() is not None for ref in alive)))
         return out
 
-    out = compute(batch, hidden, weight, [LOGPROBS], chunk=4, logits=logits)["logprobs"]
+    out = compute(batch, hidden, weight, [LOGPROBS], chunk=6, logits=logits)["logprobs"]
     tokens = int(batch.tok["loss_mask"].sum())
-    assert (sum(r for r, _ in rows), max(r for r, _ in rows)) == (tokens, 4)  # only the tokens under the mask
+    assert [r for r, _ in rows] == [5, 5, 3]  # only the tokens under the mask
     assert not any(ref() is not None for ref in alive)  # none is kept for the backward pass
     out.sum().backward()
     assert sum(r for r, _ in rows) == 2 * tokens  # computed again

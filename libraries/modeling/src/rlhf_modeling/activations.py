@@ -41,7 +41,9 @@ class Arithmetic:
     fused: bool = False
     """The layers' element-wise operations are fused if :mod:`rlhf_modeling.fused` supports the layers."""
     logits: int = 2**24
-    """Maximum number of logits that exist at once."""
+    """Maximum number of logits that exist at once in a pass with a backward pass."""
+    forward_logits: int = 2**24
+    """The same without one."""
     checkpointing: bool = False
     offloads: bool = False
     """With ``checkpointing``, on a GPU: the inputs of the layers are in host memory."""
@@ -154,12 +156,15 @@ def weight_gradient(size: ModelSize, a: Arithmetic) -> int:
 # --------------------------------------------------------------------------------------------- head
 
 
-def copies(outputs: Iterable[str], *, backward: bool) -> int:
+def copies(outputs: Iterable[str], *, backward: bool, device: str, tempered: bool = True) -> int:
     """Number of fp32 matrices of logits that exist at once. Log-probs need 2 forward and 4 with backward, entropy 4 and
-    5, both 4 and 6. Each output of a plugin adds 2, an allowance. Hidden states and top-1 accuracy need none."""
+    5, both 4 and 6. On a CPU log-probs alone need 1, or 2 if the logits are divided by a temperature. Each output of a
+    plugin adds 2, an allowance. Hidden states and top-1 accuracy need none."""
     names = set(outputs) - {"hidden", "top1"}
     if not names:
         return 0
+    if names == {"logprobs"} and device == "cpu":
+        return 1 + tempered
     further_heads = len(names - {"logprobs", "entropy", "values", "scores"})
     if backward:
         count = 6 if {"logprobs", "entropy"} <= names else 5 if "entropy" in names else 4
@@ -171,9 +176,15 @@ def copies(outputs: Iterable[str], *, backward: bool) -> int:
 def head_working(size: ModelSize, a: Arithmetic, outputs: Iterable[str], *, backward: bool) -> int:
     """Copies of one chunk of logits, and the selected hidden states twice. With several chunks also the head's
     accumulated gradient. Also copies of the head in other precisions."""
-    chunk = max(1, a.logits // size.outputs)
+    chunk = max(1, (a.logits if backward else a.forward_logits) // size.outputs)
     gradient = size.head * FP32 if backward and a.tokens > chunk else 0
     logits = min(a.tokens, chunk) * size.outputs * FP32
     rounded = logits // 2 if backward and a.rounded_head else 0
     selected = 2 * a.tokens * size.hidden * FP32
-    return copies(outputs, backward=backward) * logits + rounded + selected + gradient + size.head * a.head_copies
+    return (
+        copies(outputs, backward=backward, device=a.device) * logits
+        + rounded
+        + selected
+        + gradient
+        + size.head * a.head_copies
+    )

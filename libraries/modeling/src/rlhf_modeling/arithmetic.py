@@ -8,7 +8,7 @@ import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.memory import ModelSize, TrainerWork
 
-from rlhf_modeling.activations import Arithmetic
+from rlhf_modeling.activations import Arithmetic, copies
 from rlhf_modeling.adapters import matching, saved_modules
 from rlhf_modeling.config import LoraOptions, TrainingConfig, most_logits, rounds_factors
 from rlhf_modeling.images.memory import image_tokens, kept_pixels
@@ -52,7 +52,8 @@ def arithmetic(
         head_copies=(4 if stored and config.head_fp32 else 0) + (2 if sums else 0),
         rounded_head=sums,
         fused=config.kernels != "none",
-        logits=most_logits(config, device),
+        logits=_logits(config, device, work.outputs, backward=True),
+        forward_logits=_logits(config, device, work.annotated or work.outputs, backward=False),
         checkpointing=spec.gradient_checkpointing and spec.role.trained,
         offloads=config.offload_activations and spec.role.trained and device != "cpu",
         adapters=0 if lora is None else lora.rank,
@@ -61,6 +62,10 @@ def arithmetic(
         trains_vision=spec.role.trained and not config.freeze_vision and (lora is None or lora.vision),
         pixels=kept_pixels(size.tower, work, spec.world_size),
     )
+
+
+def _logits(config: TrainingConfig, device: str, outputs: tuple[str, ...], *, backward: bool) -> int:
+    return most_logits(config, device, copies(outputs, backward=backward, device=device), backward=backward)
 
 
 def adapters_of(config: TrainingConfig, spec: ModelSpec, size: ModelSize) -> LoraOptions | None:

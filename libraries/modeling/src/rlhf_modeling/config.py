@@ -102,8 +102,9 @@ class TrainingConfig(ComponentConfig):
     ``liger`` on a GPU under bf16 if it is installed and supports the layers; else ``own`` if it supports the layers;
     else ``none``. With ``deterministic``, or if the model is divided over ranks, it is ``own`` or ``none``."""
     logits_chunk: int | None = Field(None, gt=0)
-    """Largest number of logits (tokens x vocabulary) in memory at once. Beyond it the head computes in chunks, which
-    are recomputed in the backward pass. Default: 2**24 on a CPU, where they are 64 MiB; 2**27 on a GPU."""
+    """Largest number of logits (tokens x vocabulary) in memory at once. Beyond it the head computes in chunks of equal
+    size, which are recomputed in the backward pass. Default on a GPU: 2**27. On a CPU, for log-probs alone: 2**26 with
+    a backward pass, 2**25 without one, and half as many at a temperature other than 1; 2**24 for other outputs."""
     offload_activations: bool = False
     """With ``gradient_checkpointing``: keep the inputs of the layers in host memory between forward and backward,
     pinned on a GPU. Results are bit-equal."""
@@ -163,10 +164,16 @@ class TrainingConfig(ComponentConfig):
         return self
 
 
-def most_logits(config: TrainingConfig, device: str) -> int:
+def most_logits(config: TrainingConfig, device: str, copies: int, *, backward: bool) -> int:
     """``trainer.logits_chunk`` on a ``cpu`` or ``cuda`` device. Every chunk reads and writes the head's weights and
-    their gradient, which takes longer than a small product on a GPU."""
-    return config.logits_chunk or (2**24 if device == "cpu" else 2**27)
+    their gradient, which takes longer than a small product on a GPU.
+
+    Args:
+        copies: see :func:`rlhf_modeling.activations.copies`.
+    """
+    if config.logits_chunk is not None or device != "cpu":
+        return config.logits_chunk or 2**27
+    return max(2**24, (2**26 if backward else 2**25) // max(1, copies))
 
 
 def rounds_factors(head_fp32: HeadFp32, device: str) -> bool:

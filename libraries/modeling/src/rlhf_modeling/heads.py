@@ -6,6 +6,7 @@ classes head), H hidden size, B sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from rlhf.errors import ModelError, TrainingError
 from rlhf.interfaces import ModelSpec
 from rlhf.ops.batch import Batch
-from rlhf.ops.heads import OutputHead, gives, resolve_head
+from rlhf.ops.heads import ENTROPY, LOGPROBS, TOP1, OutputHead, gives, resolve_head
 from rlhf.ops.spans import moved
 from rlhf.types import Head
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_modeling.shared_prefixes import take_rows
@@ -98,6 +100,12 @@ def compute(
     return {name: out[name] for name in names}
 
 
+def is_tempered(batch: Batch) -> bool:
+    """Whether a token was sampled at a temperature other than 1.0. Division by 1.0 would only take time and memory."""
+    temperature_N = batch.host.tok.get("temperature")
+    return temperature_N is not None and bool(((temperature_N > 0) & (temperature_N != 1)).any())
+
+
 def _temperature(batch: Batch, index_A: Tensor) -> Tensor | None:
     """[A]: the temperature at which each token was sampled; 1.0 where the column is zero (the token was masked)."""
     if "temperature" not in batch.tok:
@@ -111,7 +119,12 @@ class _Chunk:
 
     def __init__(self, heads: Sequence[Head], logits: Callable[[Tensor], Tensor], head_fp32: bool) -> None:
         self.heads, self.logits, self.head_fp32 = heads, logits, head_fp32
-        self.reads_logits = any(head.reads == "logits" for head in heads)
+        readers = [head.fn for head in heads if head.reads == "logits"]
+        self.reads_logits = bool(readers)
+        # On a CPU log-probs are computed last, in the memory of the logits, if no other head keeps these for its
+        # backward pass.
+        others = [fn for fn in readers if fn is not LOGPROBS.fn]
+        self.overwrites = len(readers) == len(others) + 1 and set(others) <= {ENTROPY.fn, TOP1.fn}
 
     def __call__(
         self, hidden_CH: Tensor, ids_C: Tensor, temperature_C: Tensor | None, columns: Mapping[str, Tensor]
@@ -119,16 +132,20 @@ class _Chunk:
         inputs = {"hidden": hidden_CH.float()}
         if self.reads_logits:
             inputs["logits"] = self._logits(hidden_CH, temperature_C)
+        overwrites = self.overwrites and hidden_CH.device.type == "cpu"
         with torch.autocast(hidden_CH.device.type, enabled=False):
-            values = []
-            for head in self.heads:
+            values = {}
+            for head in sorted(self.heads, key=lambda head: head.fn is LOGPROBS.fn):
                 of_head = {name: columns[name] for name in head.columns}
-                value = head.fn(inputs[head.reads], ids_C, of_head, head.constants)
+                if overwrites and head.fn is LOGPROBS.fn:
+                    value = _OverwritingLogProbs.apply(inputs["logits"], ids_C)
+                else:
+                    value = head.fn(inputs[head.reads], ids_C, of_head, head.constants)
                 if not isinstance(value, Tensor) or value.shape[:1] != ids_C.shape:
                     shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                     raise TrainingError(f"head {head.name!r} must return [{ids_C.numel()}, ...], got {shape}")
-                values.append(value)
-        return tuple(values)
+                values[head.name] = value
+        return tuple(values[head.name] for head in self.heads)
 
     def _logits(self, hidden_CH: Tensor, temperature_C: Tensor | None) -> Tensor:
         """fp32 [C, V], divided by the temperature."""
@@ -140,6 +157,25 @@ class _Chunk:
         return logits_CV if temperature_C is None else logits_CV / temperature_C[:, None]
 
 
+class _OverwritingLogProbs(torch.autograd.Function):
+    """[C]: the log-prob of each id. The memory of the logits then holds all log-probs, and in the backward pass the
+    gradient of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_CV: Tensor, ids_C: Tensor) -> Tensor:
+        logp_CV = torch.ops.aten._log_softmax.out(logits_CV, 1, False, out=logits_CV)
+        ctx.save_for_backward(logp_CV, ids_C)
+        return logp_CV.gather(1, ids_C[:, None])[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor, None]:
+        """grad (1[v = id] - exp(logp_v))."""
+        logp_CV, ids_C = ctx.saved_tensors
+        grad_CV = logp_CV.exp_().mul_(-grad_C[:, None])
+        return grad_CV.scatter_add_(1, ids_C[:, None], grad_C[:, None]), None
+
+
 def _in_chunks(
     run: _Chunk,
     arguments: tuple[Tensor, Tensor, Tensor | None],
@@ -148,8 +184,10 @@ def _in_chunks(
     chunk: int,
 ) -> list[Tensor]:
     parts = []
-    for start in range(0, tokens, chunk):
-        rows = slice(start, start + chunk)
+    # Of equal size: products of a few rows are slow, and are rounded in another way than those of many rows.
+    size = math.ceil(tokens / math.ceil(tokens / chunk))
+    for start in range(0, tokens, size):
+        rows = slice(start, start + size)
         sliced: tuple[Any, ...] = (
             *(None if a is None else a[rows] for a in arguments),
             {k: v[rows] for k, v in columns.items()},

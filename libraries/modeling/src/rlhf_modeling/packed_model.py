@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
 from rlhf.errors import CapabilityError
 from rlhf.ops.batch import Batch
 from rlhf.ops.experts import EXPERTS
@@ -14,6 +15,7 @@ from rlhf.types import Head
 from torch import Tensor, nn
 
 from rlhf_modeling import heads as head_ops
+from rlhf_modeling.activations import copies
 from rlhf_modeling.attention import Route, attend_with, attention_route
 from rlhf_modeling.config import TrainingConfig, most_logits
 from rlhf_modeling.host_inputs import HostInputs
@@ -62,14 +64,18 @@ class PackedModel(nn.Module):
         product: Callable[[Tensor], Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Outputs from the results of :meth:`hidden_states`. ``product``: see :meth:`LoadedModel.logits_of`."""
+        device, tempered = hidden_MH.device.type, self.loaded_model.kind == "lm" and head_ops.is_tempered(batch)
+        backward, names = torch.is_grad_enabled(), [head.name for head in outputs]
+        count = copies(names, backward=backward, device=device, tempered=tempered)
+        most = most_logits(self.config, device, count, backward=backward)
         return head_ops.compute(
             hidden_MH,
             batch,
             outputs,
             self.loaded_model.logits_of(self.config.head_fp32, product),
             place_N,
-            tempered=self.loaded_model.kind == "lm",
-            chunk=max(1, most_logits(self.config, hidden_MH.device.type) // self.loaded_model.head.out_features),
+            tempered=tempered,
+            chunk=max(1, most // self.loaded_model.head.out_features),
             head_fp32=bool(self.config.head_fp32),
             part=self.loaded_model.part,
         )
