@@ -148,17 +148,23 @@ class Maker:
 # --------------------------------------------------------------------------------------------- gates and steps
 
 
+def our_rows(work: Path, workloads: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """{workload: its rows as ours tokenises them}."""
+    os.environ["PARITY_ROWS"] = str(work / "row_cases.json")  # read where the cases are imported
+    sys.path.append(str(HERE / "parity"))
+    from ours_rows import encoded
+    from row_cases import CASES
+
+    return {case.name: encoded(case, work) for case in CASES if case.name in workloads}
+
+
 def same_rows(trl: str, work: Path, workloads: list[str]) -> None:
     """Ends the benchmark if the two sides make other tokens, or train on other tokens, of the same rows."""
-    os.environ["PARITY_ROWS"] = str(work / "row_cases.json")
-    rows = {}
-    for side, python in (("ours", sys.executable), ("trl", trl)):
-        result = work / f"{side}-rows.json"
-        options = ["--work", str(work), "--result", str(result), "--cases", *workloads]
-        execute(python, f"parity/{side}_rows.py", *options)
-        rows[side] = json.loads(result.read_text())["cases"]
+    rows, result = our_rows(work, workloads), work / "trl-rows.json"
+    execute(trl, "parity/trl_rows.py", "--work", str(work), "--result", str(result), "--cases", *workloads)
+    trl_cases = json.loads(result.read_text())["cases"]
     for workload in workloads:
-        rlhf_rows, trl_rows = (rows[side][workload] for side in ("ours", "trl"))
+        rlhf_rows, trl_rows = rows[workload], trl_cases[workload]
         for number, (rlhf_row, trl_row) in enumerate(zip(rlhf_rows, trl_rows, strict=True)):
             if rlhf_row != trl_row:
                 sys.exit(

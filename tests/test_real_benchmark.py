@@ -48,6 +48,14 @@ def work(real, tmp_path) -> Path:
     return folder
 
 
+def test_our_rows_are_those_of_all_workloads(real, work, monkeypatch):
+    monkeypatch.setenv("PARITY_ROWS", "")  # restored afterwards
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    rows = real.our_rows(work, list(real.TARGETS))
+    assert {name: len(of_case) for name, of_case in rows.items()} == dict.fromkeys(real.TARGETS, real.ROWS)
+    assert all(row["sequences"] for of_case in rows.values() for row in of_case)
+
+
 @pytest.mark.parametrize("workloads", [["dpo"], pytest.param(["grpo-natural", "dpo"], marks=pytest.mark.full)])
 def test_our_arms_run_on_the_rows_and_the_report_compares_them(real, work, workloads):
     pairs = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
