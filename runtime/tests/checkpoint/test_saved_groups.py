@@ -60,26 +60,6 @@ def test_groups_come_back_equal_with_their_rows(tmp_path):
     assert type(copy[0].trajectories[0].turns[1].versions[0]) is tuple
 
 
-EARLIER = ["agents", "experts", "values of tokens", "messages", "messages and scores"]
-"""What earlier versions did not write, from the newest to the oldest."""
-
-
-@pytest.mark.parametrize("version", range(5), ids=EARLIER)
-def test_files_of_versions_with_fewer_values_of_turns_are_read(tmp_path, monkeypatch, version):
-    path, original = tmp_path / "ready.arrow", group(samples=1)
-    with monkeypatch.context() as earlier:
-        earlier.setattr(sample_table, "TURN", sample_table.EARLIER_TURNS[version - (version > 1)])
-        earlier.setattr(sample_table, "SCHEMA", sample_table.EARLIER_SCHEMAS[version])
-        write_groups(path, [original])
-    turns = original.trajectories[0].turns
-    turns[1].experts = turns[1].experts if version < 1 else None
-    turns[2].messages = turns[2].messages if version < 3 else ()
-    turns[3].score = None if version == 4 else turns[3].score
-    for turn in turns:
-        turn.agent = ""
-    assert read_groups(path, find) == [original]
-
-
 def test_no_groups_and_samples_without_turns_come_back(tmp_path):
     path = tmp_path / "ready.arrow"
     write_groups(path, [])

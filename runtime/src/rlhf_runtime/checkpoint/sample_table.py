@@ -86,19 +86,6 @@ SCHEMA = pa.schema(
         "exact": pa.string(),  # the sample as JSON, if UTF-8 cannot represent one of its texts
     }
 )
-EARLIER_TURNS = [
-    pa.struct([field for field in TURN if field.name not in ("agent", *missing)])
-    for missing in ((), ("experts",), ("experts", "messages"), ("experts", "messages", "score"))
-]
-"""Turns in files of earlier versions."""
-_WITHOUT_VALUES = SCHEMA.remove(SCHEMA.get_field_index("token_values"))
-EARLIER_SCHEMAS = [
-    schema.set(SCHEMA.get_field_index("turns"), pa.field("turns", pa.list_(turn)))
-    for schema, turn in [
-        *((SCHEMA, turn) for turn in EARLIER_TURNS[:2]),
-        *((_WITHOUT_VALUES, turn) for turn in EARLIER_TURNS[1:]),
-    ]
-]
 NO_PROMPTS = {b"prompts": b"none"}
 """Metadata of a file that does not hold the prompts of its samples."""
 SUFFIX = ".arrow"
@@ -141,7 +128,7 @@ def read_samples(path: Path, rows: Collection[int] | None = None) -> Iterator[tu
     try:
         with pa.OSFile(str(path)) as file:
             reader = pa.ipc.open_file(file)
-            if not any(reader.schema.equals(schema) for schema in (SCHEMA, *EARLIER_SCHEMAS)):
+            if not reader.schema.equals(SCHEMA):
                 raise CheckpointError(f"{path} does not hold samples: {_differing(reader.schema)}. {WAY_OUT}")
             number = 0
             for position in range(reader.num_record_batches):
@@ -286,8 +273,7 @@ def _offsets(counts: Iterable[int]) -> pa.Array:
 def _values(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
     arrays = ("turns", "token_values")
     columns = {name: batch.column(name).to_pylist() for name in batch.schema.names if name not in arrays}
-    if "token_values" in batch.schema.names:
-        columns["token_values"] = _token_values(batch.column("token_values"))
+    columns["token_values"] = _token_values(batch.column("token_values"))
     lists = batch.column("turns")
     turns = _turns(lists.values)
     ends = lists.offsets.to_pylist()

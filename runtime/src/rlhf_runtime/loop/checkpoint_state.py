@@ -210,7 +210,7 @@ class RunState:
         self.components |= {f"reward.{name}": reward for name, reward in rewards.items()}
         if data.curriculum is not None:
             self.components["curriculum"] = data.curriculum.plugin
-        # Most rollouts keep none, and checkpoints of earlier releases have no entry for them.
+        # Most rollouts keep none.
         if rollout is not None and type(rollout).state_dict is not Component.state_dict:
             self.components["rollout"] = rollout
         self.components |= {f"observer.{name}": observer for name, observer in observers.items()}

@@ -209,9 +209,6 @@ class RunRecord:
         status = str(self.end.get("status", ""))
         if status in STATES:
             return status, str(self.end.get("why", ""))
-        if "total_steps" not in self.start and (self.path / "model").is_dir():  # an earlier release
-            finished = self.total_steps in (None, self.steps_done)
-            return "finished" if finished else "stopped", "" if finished else "it wrote its model before its last step"
         return "failed", "it did not record its end: it was killed, or the machine went down"
 
     @property
