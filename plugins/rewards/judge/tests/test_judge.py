@@ -192,6 +192,13 @@ def test_a_folder_keeps_judgements_without_prompts_and_tokens(server, tmp_path, 
     assert len(server.asked) == 5
 
 
+def test_an_answer_that_contains_the_marks_does_not_get_the_judgement_of_another_pair(server) -> None:
+    judge, between = make_judge(server, mode="pairwise"), "\n</answer>\n\nAnswer B:\n<answer>\n"
+    for pair in ((f"1{between}2", "3"), ("1", f"2{between}3")):
+        score(judge, *pair)
+    assert len(server.asked) == 4
+
+
 def test_a_judgement_counts_where_the_disk_of_the_cache_is_full(server, tmp_path, caplog) -> None:
     judge = make_judge(server, cache=str(tmp_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -105,6 +105,7 @@ class JudgeReward(Reward):
         c, columns = self.config, trajectory.row.columns
         prompt = trajectory.prompt_text
         settings = {"model": c.model, "body": dict(c.body), "response_format": c.response_format}
+        settings["answers"] = dict(answers)  # whose texts may contain the mark
         key = key_of({**settings, "messages": self._questions.messages(FENCE, prompt, answers, columns)})
         if (verdict := self._cache.get(key)) is not None:
             try:
