@@ -17,7 +17,7 @@ DECLARATIONS: dict[str, tuple[str, ...]] = {
     "algorithm": ("data", "slots", "needs"),
     "advantage": ("group_min", "needs_values", "normalise"),
     "loss": ("data", "outputs", "columns", "reduce", "prepass"),
-    "curriculum": ("min_scores", "repeats", "reads_probabilities"),
+    "curriculum": ("min_scores", "reads_probabilities"),
     "rollout": ("needs_env",),
     "reward": ("roles", "columns"),
     "trainer": ("abilities", "capabilities"),

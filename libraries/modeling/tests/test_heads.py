@@ -104,9 +104,9 @@ def test_which_logprobs_are_computed_in_the_memory_of_the_logits(temperature, ot
 
 def test_the_default_number_of_logits_depends_on_their_copies():
     config = TrainingConfig()
-    for backward, most in ((True, 2**26), (False, 2**25)):
+    for backward, limit in ((True, 2**26), (False, 2**25)):
         numbers = [most_logits(config, "cpu", copies, backward=backward) for copies in (0, 1, 2, 6)]
-        assert numbers == [most, most, most // 2, 2**24]
+        assert numbers == [limit, limit, limit // 2, 2**24]
         assert most_logits(config, "cuda", 4, backward=backward) == 2**27
         assert most_logits(TrainingConfig(logits_chunk=500), "cpu", 1, backward=backward) == 500
 

@@ -123,8 +123,8 @@ class _Chunk:
         self.reads_logits = bool(readers)
         # On a CPU log-probs are computed last, in the memory of the logits, if no other head keeps these for its
         # backward pass.
-        others = [fn for fn in readers if fn is not LOGPROBS.fn]
-        self.overwrites = len(readers) == len(others) + 1 and set(others) <= {ENTROPY.fn, TOP1.fn}
+        further_heads = [fn for fn in readers if fn is not LOGPROBS.fn]
+        self.overwrites = len(readers) == len(further_heads) + 1 and set(further_heads) <= {ENTROPY.fn, TOP1.fn}
 
     def __call__(
         self, hidden_CH: Tensor, ids_C: Tensor, temperature_C: Tensor | None, columns: Mapping[str, Tensor]

@@ -67,7 +67,7 @@ class PackedModel(nn.Module):
         device, tempered = hidden_MH.device.type, self.loaded_model.kind == "lm" and head_ops.is_tempered(batch)
         backward, names = torch.is_grad_enabled(), [head.name for head in outputs]
         count = copies(names, backward=backward, device=device, tempered=tempered)
-        most = most_logits(self.config, device, count, backward=backward)
+        limit = most_logits(self.config, device, count, backward=backward)
         return head_ops.compute(
             hidden_MH,
             batch,
@@ -75,7 +75,7 @@ class PackedModel(nn.Module):
             self.loaded_model.logits_of(self.config.head_fp32, product),
             place_N,
             tempered=tempered,
-            chunk=max(1, most // self.loaded_model.head.out_features),
+            chunk=max(1, limit // self.loaded_model.head.out_features),
             head_fp32=bool(self.config.head_fp32),
             part=self.loaded_model.part,
         )
