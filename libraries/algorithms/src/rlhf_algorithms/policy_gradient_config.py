@@ -192,7 +192,7 @@ class ShapingConfig(ComponentConfig):
         return self != ShapingConfig()
 
     def shaped(self, r_U: Tensor, batch: Batch) -> Tensor:
-        """The rewards after both."""
+        """[U]: the rewards after the penalty of overlong answers and then ``stop_properly``, as far as they are set."""
         if self.overlong_buffer is not None and self.overlong_max is not None:
             own_U = batch.unit["own_tokens"]
             r_U = r_U + overlong_penalty(own_U, self.overlong_max, self.overlong_buffer, self.overlong_factor)
