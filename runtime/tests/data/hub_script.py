@@ -4,6 +4,7 @@ Reads a list of requests from stdin, writes a list of answers.
 """
 
 import json
+import os
 import sys
 
 from rlhf.errors import RlhfError
@@ -15,6 +16,7 @@ from rlhf_runtime.data.loading import load_source
 
 def answer(request):
     commits = Commits(request.pop("pins", {}))
+    os.environ["HF_TOKEN"] = request.pop("token", "")
     try:
         if "model" in request:
             path = pinned(request.pop("model"), commits)

@@ -43,14 +43,26 @@ FORMS = {
     "sep": {"sep": ";"},
     "delimiter": {"delimiter": "\t"},
     "names": {"sep": "|", "column_names": ["a", "b"]},
-    "no header": {"header": None, "column_names": ["a", "b"]},
-    "other names": {"header": 0, "names": ["a", "b"]},
+    "no-header": {"header": None, "column_names": ["a", "b"]},
+    "other-names": {"header": 0, "names": ["a", "b"]},
     "header": {"header": 0, "sep": ";"},
 }
 """Options of a card that say how its csv is written."""
 CSV_TEXT = 'first{0}second\n"1{0}2"{0}007\n\n"two\nlines"{0}""\n{0}NA\n'
 FIRST = [{"question": f"q{i}", "when": "2020-01-01", "n": [1, "a"]} for i in range(3)]
 SECOND = [{"question": "q3\u2028é", "more": {"a": None}}]
+INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+PARTS = {"model.safetensors.index.json": INDEX, "model-1.safetensors": b"1", "model-2.safetensors": b"2"}
+MODELS = {
+    "tiny": {
+        "config.json": '{"model_type": "llama"}', "tokenizer.json": "{}", "model.safetensors": b"w", "x.py": "1/0",
+        "pytorch_model.bin": b"p", "original/consolidated.00.pth": b"p", "onnx/model.onnx": b"o",
+    },
+    "parts": {"config.json": "{}", **PARTS, "consolidated.safetensors": b"w"},
+    "partial": {"config.json": "{}", "model.safetensors.index.json": INDEX},
+    "pickled": {"config.json": "{}", "pytorch_model.bin": b"p"},
+    "gguf": {"README.md": "", "tiny.gguf": b"GGUF"},
+}  # fmt: skip
 
 
 def lines(rows):
@@ -66,7 +78,16 @@ def parquet(rows):
     return sink.getvalue()
 
 
-@pytest.fixture
+def csv_card(options):
+    """A card whose one subset has the file a.csv and these options."""
+    return "---\n" + json.dumps({"configs": [{"config_name": "default", "data_files": "a.csv", **options}]}) + "\n---\n"
+
+
+def csv_text(options):
+    return CSV_TEXT.format(options.get("sep", options.get("delimiter", ",")))
+
+
+@pytest.fixture(scope="module")
 def hub():
     with LoopbackHub() as instance:
         instance.publish(
@@ -88,6 +109,14 @@ def hub():
         instance.publish("dataset", "owner/odd", {"README.md": ODD, "odd.csv": "a;b\n1;2\n"})
         instance.publish("dataset", "owner/notes", {"notes.txt": "one\n"})
         instance.publish("dataset", "owner/script", {"script.py": "1 / 0\n"})
+        for files, ref in ((FIRST, "main"), (SECOND, "main"), ([*FIRST, *SECOND], "v1.0")):
+            instance.publish("dataset", "owner/moved", {"data.jsonl": lines(files)}, ref=ref)
+        for name, options in FORMS.items():
+            instance.publish("dataset", f"owner/{name}", {"README.md": csv_card(options), "a.csv": csv_text(options)})
+        instance.publish("dataset", "owner/secret", {"a.jsonl": lines(FIRST)}, token=TOKEN)
+        instance.publish("dataset", "owner/gated", {"a.jsonl": lines(FIRST)}, gated=True)
+        for name, files in MODELS.items():
+            instance.publish("model", f"owner/{name}", files)
         yield instance
 
 
@@ -118,8 +147,49 @@ def client(tmp_path):
     return Client(tmp_path / "home")
 
 
-def source(**fields):
-    return {"path": "owner/rows", **fields}
+def source(name="rows", **fields):
+    return {"path": f"owner/{name}", **fields}
+
+
+def model(name, **fields):
+    return {"model": f"owner/{name}", **fields}
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    return Client(tmp_path_factory.mktemp("user"))
+
+
+@pytest.fixture(scope="module")
+def answers(hub, user):
+    """{what is asked: the answers}, of one process: its start takes longer than all requests."""
+    old = next(iter(hub.repositories["dataset", "owner/moved"].commits))
+    secret = source("secret")
+    requests = {
+        "rows": [
+            source(subset="main"), source(subset="main", max_rows=2), source("cells", split="test"),
+            source("columns") | {"name": "mine"},
+        ],
+        "missing": [
+            source(), source(subset="mian"), source(subset="main", split="tets"), source("odd"), source("notes"),
+            source("script"), source("rows@v9", subset="main"), source("none"),
+        ],
+        "csv": [source(name) for name in FORMS],
+        "revisions": [
+            source("moved"), source("moved@v1.0"), source(f"moved@{old}"),
+            source("moved", pins={"dataset owner/moved@main": old}),
+        ],
+        "tokens": [
+            secret, {**secret, "token": TOKEN + "x"}, source("gated", token=TOKEN), {**secret, "token": TOKEN},
+        ],
+        "models": [
+            model("tiny"), model("tiny", weights=True), model("tiny", code=True), model("parts", weights=True),
+            model("partial", weights=True), model("pickled", weights=True), model("gguf", weights=True),
+            model("tinny"),
+        ],
+    }  # fmt: skip
+    every = iter(user.ask(hub.url, *(request for group in requests.values() for request in group)))
+    return {name: [next(every) for _ in group] for name, group in requests.items()}
 
 
 def test_names():
@@ -132,11 +202,8 @@ def test_names():
     assert SourceSection(path="owner/name").label == "name"
 
 
-def test_rows_are_those_of_the_files_whatever_their_kind(hub, client):
-    train, few, test, columns = client.ask(
-        hub.url, source(subset="main"), source(subset="main", max_rows=2), source(path="owner/cells", split="test"),
-        source(path="owner/columns", name="mine"),
-    )  # fmt: skip
+def test_rows_are_those_of_the_files_whatever_their_kind(hub, answers):
+    train, few, test, columns = answers["rows"]
     commit = hub.repositories["dataset", "owner/rows"].refs["main"]
     assert train["rows"] == [*FIRST, *SECOND]  # a date stays text, a list of two kinds a list, an absent key absent
     assert train["columns"] == ["question", "when", "n", "more"]
@@ -157,13 +224,8 @@ def test_rows_are_those_of_the_files_whatever_their_kind(hub, client):
     assert not hub.asked("*/resolve/*/notes.txt") + hub.asked("*/resolve/*/test.jsonl")  # nothing else is loaded
 
 
-def test_missing_names_on_the_hub_are_reported(hub, client):
-    sources = [
-        source(), source(subset="mian"), source(subset="main", split="tets"), source(path="owner/odd"),
-        source(path="owner/notes"), source(path="owner/script"),
-        source(path="owner/rows@v9", subset="main"), source(path="owner/none"),
-    ]  # fmt: skip
-    choice, subset, split, odd, notes, script, revision, none = (a["error"] for a in client.ask(hub.url, *sources))
+def test_missing_names_on_the_hub_are_reported(hub, answers):
+    choice, subset, split, odd, notes, script, revision, none = (answer["error"] for answer in answers["missing"])
     assert "the dataset owner/rows@main of the hub, subset None: Config name is missing. Please pick one" in choice
     assert "['main', 'more']" in choice
     assert "BuilderConfig 'mian' not found. Available: ['main', 'more']" in subset
@@ -182,34 +244,19 @@ def test_missing_names_on_the_hub_are_reported(hub, client):
     )
 
 
-def csv_card(options):
-    """A card whose one subset has the file a.csv and these options."""
-    return "---\n" + json.dumps({"configs": [{"config_name": "default", "data_files": "a.csv", **options}]}) + "\n---\n"
-
-
-def test_a_card_may_define_the_form_of_csv(hub, client):
+def test_a_card_may_define_the_form_of_csv(answers):
     """The rows are those that pandas, which `datasets` reads csv with, makes of the options, all cells being text."""
     import pandas as pd
 
-    for name, options in FORMS.items():
-        text = CSV_TEXT.format(options.get("sep", options.get("delimiter", ",")))
-        hub.publish("dataset", f"owner/{name.replace(' ', '-')}", {"README.md": csv_card(options), "a.csv": text})
-    answers = client.ask(hub.url, *(source(path=f"owner/{name.replace(' ', '-')}") for name in FORMS))
-    for (name, options), answer in zip(FORMS.items(), answers, strict=True):
+    for (name, options), answer in zip(FORMS.items(), answers["csv"], strict=True):
         names = {"names": options["column_names"]} if "column_names" in options else {}
         settings = {k: v for k, v in options.items() if k != "column_names"}
-        text = CSV_TEXT.format(options.get("sep", options.get("delimiter", ",")))
-        frame = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False, **names, **settings)
+        frame = pd.read_csv(io.StringIO(csv_text(options)), dtype=str, keep_default_na=False, **names, **settings)
         assert answer.get("rows") == frame.to_dict("records"), (name, answer)
-    places = {name: answer["where"][0].rpartition(", ")[2] for name, answer in zip(FORMS, answers, strict=True)}
-    assert (places["sep"], places["names"], places["no header"], places["other names"]) == (
-        "line 2",
-        "line 1",
-        "line 1",
-        "line 2",
-    )
-    prints = {name: answer["fingerprint"] for name, answer in zip(FORMS, answers, strict=True)}
-    assert prints["no header"] != prints["other names"], "equal files, other rows"
+    places = [answer["where"][0].rpartition(", ")[2] for answer in answers["csv"]]
+    assert places == ["line 2", "line 2", "line 1", "line 1", "line 2", "line 2"]
+    prints = {name: answer["fingerprint"] for name, answer in zip(FORMS, answers["csv"], strict=True)}
+    assert prints["no-header"] != prints["other-names"], "equal files, other rows"
 
 
 @pytest.mark.full
@@ -217,75 +264,58 @@ def test_other_forms_of_csv_are_refused(hub, client):
     odd = [{"sep": "\\s+"}, {"header": None}, {"header": 1}, {"sep": ";", "decimal": ","}, {"column_names": ["a", 2]}]
     for number, options in enumerate(odd):
         hub.publish("dataset", f"owner/odd-{number}", {"README.md": csv_card(options), "a.csv": "1;2\n3;4\n"})
-    for answer in client.ask(hub.url, *(source(path=f"owner/odd-{number}") for number in range(len(odd)))):
+    for answer in client.ask(hub.url, *(source(f"odd-{number}") for number in range(len(odd)))):
         assert "must be read with" in answer["error"], answer
     hub.publish("dataset", "owner/few", {"README.md": csv_card({"column_names": ["a"]}), "a.csv": "1,2\n"})
     hub.publish("dataset", "owner/twice", {"README.md": csv_card({"column_names": ["a", "a"]}), "a.csv": "1,2\n"})
-    few, duplicate = (
-        answer["error"] for answer in client.ask(hub.url, source(path="owner/few"), source(path="owner/twice"))
-    )
+    few, duplicate = (answer["error"] for answer in client.ask(hub.url, source("few"), source("twice")))
     assert "a.csv, line 1: 2 cells, but the dataset's card names 1: a" in few
     assert "the dataset's card names 'a' twice" in duplicate
 
 
-def test_revisions_and_the_commits_that_a_run_recorded(hub, client):
-    old = hub.repositories["dataset", "owner/rows"].refs["main"]
-    new = hub.publish("dataset", "owner/rows", {"data.jsonl": lines(SECOND)}, ref="main")
-    hub.publish("dataset", "owner/rows", {"data.jsonl": lines(FIRST)}, ref="v1.0")
-    head, tag, by_commit, resumed = client.ask(
-        hub.url, source(), source(path="owner/rows@v1.0"), source(path=f"owner/rows@{old}", subset="main"),
-        source(subset="main", pins={"dataset owner/rows@main": old}),
-    )  # fmt: skip
-    assert head["rows"] == SECOND
-    assert head["pins"] == {"dataset owner/rows@main": new}
-    assert tag["rows"] == FIRST
-    assert by_commit["rows"] == resumed["rows"] == [*FIRST, *SECOND]
-    assert resumed["pins"] == {"dataset owner/rows@main": old}
+def test_revisions_and_the_commits_that_a_run_recorded(hub, answers):
+    old, new, _ = hub.repositories["dataset", "owner/moved"].commits
+    head, tag, by_commit, resumed = answers["revisions"]
+    assert (head["rows"], head["pins"]) == (SECOND, {"dataset owner/moved@main": new})
+    assert tag["rows"] == [*FIRST, *SECOND]
+    assert by_commit["rows"] == resumed["rows"] == FIRST
+    assert resumed["pins"] == {"dataset owner/moved@main": old}
     assert resumed["fingerprint"] == by_commit["fingerprint"]
 
 
-def test_private_and_gated_need_a_token_that_is_never_shown(hub, client):
-    hub.publish("dataset", "owner/secret", {"a.jsonl": lines(FIRST)}, token=TOKEN)
-    hub.publish("dataset", "owner/gated", {"a.jsonl": lines(FIRST)}, gated=True)
-    private, gated = source(path="owner/secret"), source(path="owner/gated")
-    assert "does not exist or is private (no token was sent)" in client.ask(hub.url, private)[0]["error"]
-    wrong, barred = client.ask(hub.url, private, gated, HF_TOKEN=TOKEN + "x")
-    assert (
-        "(the token of HF_TOKEN or `hf auth login` was sent). Correct the name, or set HF_TOKEN to a token that"
-        in (wrong["error"])
-    )
+def test_private_and_gated_need_a_token_that_is_never_shown(answers, user):
+    none, wrong, barred, right = answers["tokens"]
+    assert "does not exist or is private (no token was sent)" in none["error"]
+    note = "(the token of HF_TOKEN or `hf auth login` was sent). Correct the name, or set HF_TOKEN to a token that"
+    assert note in wrong["error"]
     assert "is open only to users whom its owner accepts" in barred["error"]
-    assert client.ask(hub.url, private, HF_TOKEN=TOKEN)[0]["rows"] == FIRST
-    assert TOKEN not in client.printed
-    assert not [p for p in client.home.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]
+    assert right["rows"] == FIRST
+    assert TOKEN not in user.printed
+    assert not [p for p in user.home.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]
 
 
-def test_without_a_network_the_cache_is_used_and_reported(hub, client):
+def test_without_an_answer_of_the_hub_the_cache_is_used_and_reported(hub, client, monkeypatch):
     (reference,) = client.ask(hub.url, source(subset="main"))
     count = len(hub.requests)
     hit, miss, none = client.ask(
-        hub.url, source(subset="main"), source(subset="more"), source(path="owner/none"), HF_HUB_OFFLINE="1"
+        hub.url, source(subset="main"), source(subset="more"), source("none"), HF_HUB_OFFLINE="1"
     )
     assert len(hub.requests) == count
     assert (hit["rows"], hit["fingerprint"], hit["notes"]) == (reference["rows"], reference["fingerprint"], [])
     assert "HF_HUB_OFFLINE forbids its download" in none["error"]
     assert "the dataset 'owner/rows', revision 'main'" in miss["error"]
     dead = "http://127.0.0.1:9"  # the discard port: refused
-    fallback, none = client.ask(dead, source(subset="main"), source(path="owner/none"))
+    fallback, none = client.ask(dead, source(subset="main"), source("none"))
     assert fallback["rows"] == reference["rows"]
     assert "the hub cannot be reached: dataset owner/rows@main is assumed to be" in fallback["notes"][0]
     assert f"the dataset 'owner/none', revision 'main', of the hub {dead} could not be read: " in none["error"]
     assert "Check the network, HF_ENDPOINT and proxies, or use a folder or file." in none["error"]
-
-
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_hub_out_of_service_leaves_the_cache_in_use(status, hub, client):
-    (reference,) = client.ask(hub.url, source(subset="main"))
-    hub.status = status
-    fallback, none = client.ask(hub.url, source(subset="main"), source(path="owner/none"))
-    assert fallback["rows"] == reference["rows"]
-    assert f"the hub answers {status}: dataset owner/rows@main is assumed to be" in fallback["notes"][0]
-    assert "Try again later." in none["error"]
+    for status in (429, 503):
+        monkeypatch.setattr(hub, "status", status)
+        fallback, none = client.ask(hub.url, source(subset="main"), source("none"))
+        assert fallback["rows"] == reference["rows"]
+        assert f"the hub answers {status}: dataset owner/rows@main is assumed to be" in fallback["notes"][0]
+        assert "Try again later." in none["error"]
 
 
 def test_a_hub_that_does_not_answer_times_out(client):
@@ -297,22 +327,9 @@ def test_a_hub_that_does_not_answer_times_out(client):
     assert "could not be read: ReadTimeout" in none["error"]
 
 
-def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, client):
-    files = {"config.json": '{"model_type": "llama"}', "tokenizer.json": "{}", "model.safetensors": b"w", "x.py": "1/0"}
-    files |= {"pytorch_model.bin": b"p", "original/consolidated.00.pth": b"p", "onnx/model.onnx": b"o"}
-    old = hub.publish("model", "owner/tiny", files)
-    index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
-    parts = {"model.safetensors.index.json": index, "model-1.safetensors": b"1", "model-2.safetensors": b"2"}
-    hub.publish("model", "owner/parts", {"config.json": "{}", **parts, "consolidated.safetensors": b"w"})
-    hub.publish("model", "owner/partial", {"config.json": "{}", "model.safetensors.index.json": index})
-    hub.publish("model", "owner/pickled", {"config.json": "{}", "pytorch_model.bin": b"p"})
-    hub.publish("model", "owner/gguf", {"README.md": "", "tiny.gguf": b"GGUF"})
-    light, full, coded, divided, partial, pickled, gguf, none = client.ask(
-        hub.url, {"model": "owner/tiny"}, {"model": "owner/tiny", "weights": True},
-        {"model": "owner/tiny", "code": True}, {"model": "owner/parts", "weights": True},
-        {"model": "owner/partial", "weights": True},
-        {"model": "owner/pickled", "weights": True}, {"model": "owner/gguf", "weights": True}, {"model": "owner/tinny"},
-    )  # fmt: skip
+def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, answers):
+    light, full, coded, divided, partial, pickled, gguf, none = answers["models"]
+    old = hub.repositories["model", "owner/tiny"].refs["main"]
     assert light["path"] == f"owner/tiny@{old}"
     assert light["pins"] == {"model owner/tiny@main": old}
     assert Path(full["folder"]).name == old
@@ -321,7 +338,7 @@ def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, client):
     assert file_names[-1] == "x.py"  # only for who runs code that comes with a model
     assert coded["folder"] == full["folder"]
     assert not hub.asked("*consolidated*")
-    assert sorted(p.name for p in Path(divided["folder"]).iterdir()) == ["config.json", *sorted(parts)]
+    assert sorted(p.name for p in Path(divided["folder"]).iterdir()) == ["config.json", *sorted(PARTS)]
     assert "the model owner/partial@" in partial["error"]
     assert "has no model-1.safetensors: neither the cache" in partial["error"]
     assert "owner/pickled@" in pickled["error"]
