@@ -41,12 +41,14 @@ def test_a_coroutine_that_blocks_the_event_loop_is_named_once(capsys):
     assert "Write it as plain `def`" in heard[0]
 
 
-def test_a_coroutine_that_awaits_is_not_named(capsys):
+def test_a_coroutine_that_awaits_is_not_named_and_completes_after_a_stop_request(capsys):
     async def sleeps():
         await asyncio.sleep(0.5)
         return 7
 
-    main = MainThread(standstill=0.1)
+    stop = StopRequest()
+    main = MainThread(stop, standstill=0.1, grace=0.1)
+    stop.request("SIGTERM")
     try:
         assert main.run(sleeps()) == 7
     finally:
@@ -80,20 +82,6 @@ def test_a_coroutine_that_blocks_is_abandoned_after_a_stop_request(capsys):
     assert f"{__file__}:{line} has blocked all rollouts, rewards and environments" in str(error.value)
     main._thread.join(10)
     assert main.loop.is_closed(), "nobody waited for it"
-
-
-def test_a_coroutine_that_awaits_completes_after_a_stop_request():
-    async def sleeps():
-        await asyncio.sleep(0.6)
-        return 7
-
-    stop = StopRequest()
-    main = MainThread(stop, grace=0.1)
-    stop.request("SIGTERM")
-    try:
-        assert main.run(sleeps()) == 7
-    finally:
-        main.close()
 
 
 @pytest.mark.parametrize("form", ["exec", "shell"])

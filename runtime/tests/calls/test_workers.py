@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -88,29 +87,6 @@ def test_a_worker_imports_no_torch_and_what_it_prints_is_shown_not_parsed(from_f
     assert "[reward 'reward_0' (file)]" in output
 
 
-def test_a_set_of_texts_has_the_same_order_in_every_worker(from_file, make_group) -> None:
-    """The samples of a group run in different workers. An environment that draws from a set must give them one task."""
-    resolved = from_file("reward", REWARD)
-    orders = [asyncio.run(call(resolved, make_group("2", act="set")))[0]["info"]["order"] for _ in range(2)]
-    assert orders[0] == orders[1]
-
-
-def test_an_infinite_loop_is_killed_at_its_deadline(from_file, make_group) -> None:
-    resolved = from_file("reward", REWARD)
-
-    async def scenario() -> tuple[PluginWorker, float]:
-        worker = PluginWorker(resolved, None, RewardError)
-        await worker.start()
-        begin = time.monotonic()
-        with pytest.raises(RewardError, match=r"score\(\) took longer than its deadline of 0.5 s; .* was killed"):
-            await worker.call("score", make_group("2", act="loop"), deadline=0.5)
-        return worker, time.monotonic() - begin
-
-    worker, seconds = asyncio.run(scenario())
-    assert 0.5 <= seconds < 3.0
-    assert not worker.running
-
-
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -146,35 +122,24 @@ LINUX = pytest.mark.linux("elsewhere only the group of a worker is known")
 
 
 @LINUX
-@pytest.mark.parametrize("act", ["return", "backtrack"])
-def test_processes_that_a_worker_started_in_another_session_end_with_it(from_file, make_group, tmp_path, act) -> None:
-    """At its deadline, and at the end of the run."""
+def test_processes_that_a_worker_started_in_another_session_end_with_it(from_file, make_group, tmp_path) -> None:
     pids = tmp_path / "pids"
     resolved = from_file("reward", LEAVES.format(leaving=orphans.leaving(pids)))
-
-    async def scenario() -> None:
-        worker = PluginWorker(resolved, None, RewardError)
-        try:
-            await worker.start()
-            await worker.call("score", make_group("2", act=act), deadline=60.0 if act == "return" else 2.0)
-            assert orphans.left(pids)[0].is_running()
-        finally:
-            worker.kill()
-
-    with pytest.raises(RewardError, match="deadline") if act == "backtrack" else contextlib.nullcontext():
-        asyncio.run(scenario())
+    with pytest.raises(RewardError, match="deadline"):
+        asyncio.run(call(resolved, make_group("2", act="backtrack"), deadline=2.0))
     assert orphans.end(orphans.left(pids))
 
 
 def test_the_pool_replaces_a_dead_worker_and_serves_in_order(from_file, make_group) -> None:
+    """A set of texts has one order in all workers: those of a group run an environment that may draw from it."""
     pool = WorkerPool(partial(PluginWorker, from_file("reward", REWARD), None, RewardError), size=1)
     order: list[int] = []
 
-    async def use(number: int, act: str) -> int:
+    async def use(number: int, act: str) -> dict[str, Any]:
         async with pool.worker() as worker:
             order.append(number)
             result = await worker.call("score", make_group("2", act=act), deadline=0.5 if act == "loop" else 20.0)
-            return result[0]["info"]["pid"]
+            return result[0]["info"]
 
     async def scenario() -> list[object]:
         return await asyncio.gather(
@@ -182,14 +147,16 @@ def test_the_pool_replaces_a_dead_worker_and_serves_in_order(from_file, make_gro
         )
 
     try:
-        pids = asyncio.run(scenario())
+        *answers, last = asyncio.run(scenario())
     finally:
         pool.close()
     assert order == [0, 1, 2, 3, 4]
-    assert isinstance(pids[1], RewardError)
-    assert isinstance(pids[3], RewardError)
-    assert len({pids[0], pids[2], pids[4]}) == 3
-    assert all(gone(pid) for pid in (pids[0], pids[2], pids[4]))
+    assert re.search(r"score\(\) took longer than its deadline of 0.5 s; .* was killed", str(answers[1]))
+    assert "exited with code 3" in str(answers[3])
+    pids = {info["pid"] for info in (answers[0], answers[2], last)}
+    assert len(pids) == 3
+    assert all(map(gone, pids))
+    assert answers[0]["order"] == answers[2]["order"] == last["order"]
 
 
 STARTS = """
@@ -198,7 +165,7 @@ from pathlib import Path
 
 FOLDER = Path({folder!r})
 (FOLDER / f"starts-{{os.getpid()}}").touch()
-for _ in range(20):
+for _ in range(40):
     (FOLDER / f"seen-{{os.getpid()}}-{{len([*FOLDER.glob('starts-*')])}}").touch()
     time.sleep(0.01)
 (FOLDER / f"starts-{{os.getpid()}}").unlink()
@@ -212,7 +179,7 @@ def test_only_some_workers_start_at_the_same_time(from_file, tmp_path, monkeypat
     """Each start has a deadline, and hundreds of them on few processors would exceed it."""
     monkeypatch.setattr(plugin_worker, "MOST_STARTS", 2)
     make = partial(PluginWorker, from_file("reward", STARTS.format(folder=str(tmp_path))), None, RewardError)
-    pools = [WorkerPool(make, size=1) for _ in range(5)]
+    pools = [WorkerPool(make, size=1) for _ in range(4)]
 
     async def scenario() -> list[PluginWorker]:
         return await asyncio.gather(*(pool.acquire() for pool in pools))
@@ -223,7 +190,7 @@ def test_only_some_workers_start_at_the_same_time(from_file, tmp_path, monkeypat
         for pool in pools:
             pool.close()
     records = [path.name.split("-") for path in tmp_path.glob("seen-*")]
-    assert len({int(process) for _, process, _ in records} - {os.getpid()}) == 5
+    assert len({int(process) for _, process, _ in records} - {os.getpid()}) == 4
     assert {int(count) for _, _, count in records} == {1, 2}
 
 
@@ -354,30 +321,19 @@ class Speaking(Env):
 """
 
 
-def reply(text: str) -> str:
-    return '{"reply": ' + text + "}"
-
-
-RESULT = '{"value": 1.0, "score": null, "steps": [], "info": {}}'
-
-
 @pytest.mark.parametrize(
     ("act", "message"),
     [
         ("[1.0]", r"worker process sent an invalid answer \(bytes b'\[1.0\]'\) and was killed during score\(\)"),
         ("1" * 5000, "sent an invalid answer"),
-        ("no JSON", "sent an invalid answer"),
         ("[" * 100000, "sent an invalid answer"),
         ('{"answer": 1}', "sent an invalid answer"),
+        ('{"reply": [], "raised": ""}', "sent an invalid answer"),
         ("huge", r"announced an answer of 1152921504606846976 bytes \(allowed: at most 1073741824\) and was killed"),
         ('{"reply": 1.0}', "received float 1.0 from its worker process; allowed: a list"),
         ('{"reply": []}', "returned 0 results for 1 trajectories"),
-        ('{"reply": [[1.0]]}', r"received list \[1.0\] from its worker process; allowed: value, score, steps"),
         ('{"reply": [{"value": 1.0, "more": 2}]}', "allowed: value, score, steps and info"),
-        (reply("[" + RESULT.replace("1.0", "1" + "0" * 1000) + "]"), r"RewardResult\(value=int 1000"),
-        (reply("[" + RESULT.replace("1.0", "[1.0]") + "]"), r"RewardResult\(value=list \[1.0\]\)"),
-        (reply("[" + RESULT.replace("1.0", "NaN") + "]"), r"RewardResult\(value=nan\)"),
-        (reply("[" + RESULT.replace("[]", "7") + "]"), r"RewardResult\(steps=int 7\)"),
+        ('{"reply": [{"value": NaN}]}', r"RewardResult\(value=nan\)"),
         ("fork", "raised ValueError: this is the parent"),
     ],
     ids=lambda text: text[:30],
@@ -391,24 +347,14 @@ def test_the_answer_of_a_worker_is_checked_on_arrival(from_file, make_group, act
     assert re.search(message, trajectory.error)
 
 
-STEP = '{"observation": "", "reward": 0.5, "done": true, "sampling": null, "info": {}}'
-
-
 @pytest.mark.parametrize(
     ("method", "act", "message"),
     [
         ("reset", '{"reply": 3}', r'reset\(\) returned int 3; allowed: text, "" for nothing'),
-        (
-            "step",
-            '{"reply": [1]}',
-            r"step\(\) received list \[1\] from its worker process; allowed: observation",
-        ),
-        ("step", '{"reply": {"reward": 1}, "raised": ""}', "sent an invalid answer"),
+        ("step", '{"reply": [1]}', r"step\(\) received list \[1\] from its worker process; allowed: observation"),
         ("step", '{"reply": {"gain": 1}}', "allowed: observation, reward, done, sampling, info"),
-        ("step", reply(STEP.replace("0.5", "1" + "0" * 1000)), r"EnvStep\(reward=int 1000"),
-        ("step", reply(STEP.replace("true", "1")), r"EnvStep\(done=int 1\)"),
-        ("step", reply(STEP.replace("null", "[1]")), "received dict {'observation'"),
-        ("step", reply(STEP.replace("{}", "[1]")), r"EnvStep\(info=list \[1\]\); allowed: a dict"),
+        ("step", '{"reply": {"done": 1}}', r"EnvStep\(done=int 1\)"),
+        ("step", '{"reply": {"sampling": [1]}}', "received dict {'sampling'"),
     ],
 )
 def test_what_an_environments_worker_answers_is_checked(from_file, method: str, act: str, message: str) -> None:

@@ -371,7 +371,7 @@ def test_a_checkpoint_counts_all_rows_of_a_batch_that_is_being_started(stream) -
                 self.state, _ = await source._snapshot(lambda: None)
             return await super().answer(request)
 
-    engine, many = Saves(100), 10 * AT_ONCE
+    engine, many = Saves(100), 3 * AT_ONCE
     source = stream(engine, batch_size=many, total_steps=1, staleness=0)
     source.curriculum = Chosen(source.rows, None, many)  # type: ignore[arg-type]
     source.start(0)

@@ -153,10 +153,6 @@ class Plain(Env):
         return f"start {row['start'] + seed}"
 
     def step(self, action):
-        while action == "hang":
-            pass
-        if action == "raise":
-            raise ValueError("bad action")
         if action == "exit":
             os._exit(1)
         self.state += 1
@@ -175,21 +171,7 @@ def plain(from_file) -> Resolved:
     return from_file("env", PLAIN)
 
 
-def test_a_plain_env_runs_in_its_own_worker(plain) -> None:
-    steps = play(plain, "a", "done")
-    assert [(s.observation, s.done) for s in steps] == [("1", False), ("2", True)]
-    assert steps[0].sampling == Sampling(max_new_tokens=3, stop=(";",))
-
-
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        ("hang", r"step\(\) took longer than its deadline of 1 s; its worker process was killed"),
-        ("raise", r"step\(\) raised ValueError: bad action"),
-        ("exit", r"its worker process exited with code 1 during step\(\)"),
-    ],
-)
-def test_one_plain_episode_fails_alone(plain, action: str, message: str) -> None:
+def test_one_plain_episode_fails_alone(plain) -> None:
     async def play_episode(episodes: Episodes, *actions: str) -> list[EnvStep]:
         episode = episodes.open()
         try:
@@ -199,11 +181,11 @@ def test_one_plain_episode_fails_alone(plain, action: str, message: str) -> None
             await episode.close()
 
     async def scenario():
-        episodes = Episodes(plain, None, section(concurrency=2, deadline=1.0))
+        episodes = Episodes(plain, None, section(concurrency=2))
         try:
             assert episodes.limit == 2
             return await asyncio.gather(
-                play_episode(episodes, "a", action),
+                play_episode(episodes, "a", "exit"),
                 play_episode(episodes, "a", "b"),
                 play_episode(episodes, "a", "b"),
                 return_exceptions=True,
@@ -213,7 +195,7 @@ def test_one_plain_episode_fails_alone(plain, action: str, message: str) -> None
 
     bad, *good = asyncio.run(scenario())
     assert isinstance(bad, EnvError)
-    with pytest.raises(EnvError, match=message):
+    with pytest.raises(EnvError, match=r"its worker process exited with code 1 during step\(\)"):
         raise bad
     assert [[s.observation for s in steps] for steps in good] == [["1", "2"], ["1", "2"]]  # no shared state
 

@@ -112,13 +112,6 @@ def test_waves_hold_every_sample_under_way_in_index_order_for_any_timing(main):
     assert [[t.turns for t in g.trajectories] for g in groups] == [[t.turns for t in g.trajectories] for g in repeat]
 
 
-def test_groups_come_back_in_row_order_scored_with_their_indices(main):
-    groups, _ = run(main, rows(2, 1))
-    assert [g.row["id"] for g in groups] == [10, 11]
-    assert [t.index for g in groups for t in g.trajectories] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert all(t.reward == 1.0 for g in groups for t in g.trajectories)
-
-
 def test_given_answers_replace_the_samples_of_a_share_of_the_groups_and_are_not_scored(main):
     groups, generator = run(main, rows(*[1] * 40), demonstration_share=0.25)
     numbers = [g.number for g in groups if any(t.is_demonstration for t in g.trajectories)]
