@@ -37,7 +37,6 @@ def meta(plugins=PLUGINS, threads=2, device="cpu", content=None, **changes):
     [
         ({"policy__model": "other"}, "policy.model"),
         ({"algorithm__use": "y"}, "algorithm.use"),
-        ({"algorithm__options__loss__clip": 0.3}, "algorithm.options.loss.clip"),
         ({"algorithm__options__loss__new": 1}, "algorithm.options.loss.new"),
         ({"data__train__0__path": "b.jsonl"}, "data.train.0.path"),
         ({"data__batch_size": 16}, "data.batch_size"),

@@ -176,7 +176,7 @@ def rewritten(path, table):
         writer.write_table(table)
 
 
-@pytest.mark.parametrize("cut", [1, 10, 500, -1])
+@pytest.mark.parametrize("cut", [1, 500, -1])
 def test_a_file_that_was_cut_is_refused(saved, cut):
     path, _ = saved
     path.write_bytes(path.read_bytes()[: -cut if cut > 0 else 5])
@@ -222,7 +222,6 @@ def test_a_sample_that_is_missing_is_named(saved):
     ("name", "value", "message"),
     [
         ("status", "lost", "TypeError: status: .*got str 'lost'"),
-        ("status", None, "TypeError: status"),
         ("group", None, "TypeError: group: .*got NoneType"),
         ("row", None, "TypeError: row.index"),
         ("turns", None, "TypeError"),

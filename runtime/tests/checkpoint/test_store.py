@@ -1,6 +1,5 @@
 import errno
 import json
-import pickle
 import re
 import resource
 import shutil
@@ -313,8 +312,3 @@ def test_leftovers_are_removed_and_noted(tmp_path, monkeypatch):
     store.clean()
     assert steps(store) == ["step-000001"]
     assert "left by a process that was killed" in notes[0]
-
-
-def test_errors_pickle_between_processes():
-    error = CheckpointError("x")
-    assert str(pickle.loads(pickle.dumps(error))) == "x"
