@@ -286,36 +286,48 @@ def installed() -> Plugins:
     return plugins
 
 
+DEFAULTS = {
+    "sampling.temperature": "1.0",
+    "trainer.use": "torch",
+    "trainer.schedule": "constant",
+    "reward.0.weight": "1",
+    "reward.0.number": "1",
+    "reward.0.pair": "[0, 1]",
+    "reward.0.inner.weight": "1.0",
+    "algorithm.kl": "0.0",
+    "algorithm.loss.use": "plugin:clip",
+    "algorithm.loss.clip_high": "0.28",  # of the slot, not of the loss
+    "critic.trainer.lr": "0.25",  # of [trainer]
+    "run.name": "",
+}
+OTHERS = {
+    "sampling.temperature": "0.5",
+    "trainer.schedule": "cosine",
+    "reward.0.weight": "2",
+    "reward.0.number": "2",
+    "reward.0.pair": "[1, 2]",
+    "reward.0.inner.weight": "0.5",
+    "algorithm.kl": "0.1",
+    "algorithm.loss.clip_high": "0.2",
+    "critic.trainer.lr": "1e-6",
+    "placement.policy.ranks": "2",
+    "trainer.lora.rank": "16",  # without the table there are no adapters
+    "run.name": "x",
+}
+
+
 @pytest.mark.parametrize(
-    ("flag", "default", "other"),
-    [
-        ("sampling.temperature", "1.0", "0.5"),
-        ("trainer.use", "torch", None),
-        ("trainer.schedule", "constant", "cosine"),
-        ("reward.0.weight", "1", "2"),
-        ("reward.0.number", "1", "2"),
-        ("reward.0.pair", "[0, 1]", "[1, 2]"),
-        ("reward.0.inner.weight", "1.0", "0.5"),
-        ("algorithm.kl", "0.0", "0.1"),
-        ("algorithm.loss.use", "plugin:clip", "plain"),
-        ("algorithm.loss.clip_high", "0.28", "0.2"),  # of the slot, not of the loss
-        ("critic.trainer.lr", "0.25", "1e-6"),  # of [trainer]
-        ("placement.policy.ranks", None, "2"),
-        ("trainer.lora.rank", None, "16"),  # without the table there are no adapters
-        ("run.name", "", "x"),
-    ],
+    ("options", "differ"), [(DEFAULTS, False), (OTHERS, True), ({"algorithm.loss.use": "plain"}, True)]
 )
-def test_the_options_that_differ_from_their_defaults(flag, default, other, tmp_path):
+def test_the_options_that_differ_from_their_defaults(options, differ, tmp_path):
     """Of a run, and of another one with its ``config.toml``, in which every option is set."""
-    plugins, expected = installed(), {"algorithm.use", "reward.0.use", "trainer.lr"}
-    for value, paths in ((default, expected), (other, expected | {flag})):
-        if value is not None:
-            flags = [("algorithm", "algo"), ("reward", "scorer"), ("trainer.lr", "0.25"), (flag, value)]
-            first = Selections.of(plugins, load(None, flags))
-            assert {*first.user_options()} == paths, value
-            path = tmp_path / "config.toml"
-            path.write_text(to_toml(first.config))
-            assert {*Selections.of(plugins, load(str(path))).user_options()} == paths, value
+    expected = {"algorithm.use", "reward.0.use", "trainer.lr", *(options if differ else ())}
+    flags = [("algorithm", "algo"), ("reward", "scorer"), ("trainer.lr", "0.25"), *options.items()]
+    first = Selections.of(installed(), load(None, flags))
+    assert {*first.user_options()} == expected
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(first.config))
+    assert {*Selections.of(installed(), load(str(path))).user_options()} == expected
 
 
 def test_an_option_that_python_sets_to_none_differs():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
@@ -11,6 +13,7 @@ from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.config.suggestions import Suggestions
 
 
+@cache
 def all_options() -> set[str]:
     """Every option of every installed plugin, and of the run file's sections."""
     plugins = Plugins.discover()
@@ -34,6 +37,7 @@ def test_no_option_of_ours_is_taken_for_another_frameworks_name():
     assert {name for name in OTHER_NAMES if "." in name} & all_options() == set()
 
 
+@cache
 def suggestions(algorithm: str) -> Suggestions:
     chosen = [("algorithm", "algorithm", Choice(use=algorithm)), ("trainer", "trainer", Choice(use="torch"))]
     return Suggestions(Plugins.discover(), chosen)
