@@ -4,6 +4,7 @@ Rows of a file as the data of a run."""
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import datasets
 import pyarrow
@@ -143,6 +144,7 @@ def template_of(tmp_path_factory):
 
     path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
+    @cache
     def load(calls: str, special: tuple[str, ...]) -> Template:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
         tokenizer.add_special_tokens({"additional_special_tokens": list(special)})

@@ -13,7 +13,9 @@ from runtime.tests.data.call_templates import ADD, ARGUMENTS, FORMS, calls_of, c
 
 
 @pytest.mark.parametrize("models", FORMS)
-def test_calls_are_read_as_a_template_of_these_models_writes_them(template_of, models: str) -> None:
+def test_calls_are_read_as_a_template_of_these_models_writes_them_and_a_broken_one_is_noticed(
+    template_of, models: str
+) -> None:
     template = template_of(*FORMS[models])
     template.messages.answers.check_tools()
     text = written(template, models)
@@ -21,7 +23,12 @@ def test_calls_are_read_as_a_template_of_these_models_writes_them(template_of, m
     assert calls_of(answer) == [("add", ARGUMENTS)] * count(models)
     assert answer["content"] == ("Wait." if "Wait." in text else "")
     assert len({call["id"] for call in answer["tool_calls"]}) == len(answer["tool_calls"])
-    assert calls_of(parsed(template, "I would call add.<eos>")) == []
+    assert not template.messages.answers.has_unread_call(answer)
+    unread = parsed(template, text[: text.rindex("7")])
+    assert template.messages.answers.has_unread_call(unread), unread
+    text_only = parsed(template, "I would call add.<eos>")
+    assert calls_of(text_only) == []
+    assert not template.messages.answers.has_unread_call(text_only)
 
 
 @pytest.mark.parametrize("models", FORMS)
@@ -35,16 +42,6 @@ def test_a_call_that_is_cut_off_is_never_read_with_other_arguments(template_of, 
             content, _, calls = read_channels(text[:end])
         assert [(call.name, json.loads(call.arguments)) for call in calls] == [("add", ARGUMENTS)] * len(calls)
         assert calls or content == text[:end], "what is no call stays in the text"
-
-
-@pytest.mark.parametrize("models", FORMS)
-def test_a_call_that_cannot_be_read_is_noticed(template_of, models: str) -> None:
-    template = template_of(*FORMS[models])
-    text = written(template, models)
-    assert not template.messages.answers.has_unread_call(parsed(template, text))
-    answer = parsed(template, text[: text.rindex("7")])
-    assert template.messages.answers.has_unread_call(answer), answer
-    assert not template.messages.answers.has_unread_call(parsed(template, "I would call add.<eos>"))
 
 
 @pytest.mark.parametrize("calls", ["", "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"])

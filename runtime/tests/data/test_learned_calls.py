@@ -133,7 +133,8 @@ def test_a_value_for_which_the_template_writes_nothing_is_read_by_its_type(templ
 def test_a_form_is_learned_once_for_a_tokenizer(template_of, monkeypatch) -> None:
     calls = list[Any]()
     monkeypatch.setattr(chat_messages, "learned_form", lambda write: calls.append(write) or learned_form(write))
-    template = template_of(*FORMS["glm 4.5"])
+    calls_template, special = FORMS["glm 4.5"]
+    template = template_of(calls_template + "{# used by no other test #}", special)
     template.messages.answers.check_tools()
     for _ in range(3):
         assert calls_of(parsed(template, written(template, "glm 4.5")))

@@ -40,23 +40,21 @@ def prompt_text(template, messages):
     ("name", "role"),
     [("developer", "system"), ("human", "user"), ("gpt", "assistant"), ("function", "tool"), ("observation", "tool")],
 )
-@pytest.mark.parametrize("text", [CHATML, QWEN3])
-def test_other_names_of_roles_reach_the_template_as_its_own(template_with, name, role, text):
-    template = template_with(text)
+def test_other_names_of_roles_reach_the_template_as_its_own(template_with, name, role):
+    template = template_with(QWEN3)
     messages = [{"role": name, "content": "first"}, {"role": "human", "content": "and"}]
     expected = [{"role": role, "content": "first"}, {"role": "user", "content": "and"}]
     assert prompt_text(template, messages) == prompt_text(template, expected)
     assert "first" in prompt_text(template, messages)
 
 
-@pytest.mark.parametrize("name", ["User", "ASSISTANT", "critic", "", None, ["user"]])
+@pytest.mark.parametrize("name", ["User", None, ["user"]])
 def test_other_roles_are_refused_with_the_message(template_with, name):
     template = template_with(QWEN3)
     messages = [USER, {"role": name, "content": "x"}, USER]
-    for column in ({"prompt": messages}, {"messages": messages}):
-        row = Row(column, "rows", 0)
+    for column in ("prompt", "messages"):
         with pytest.raises(DataError, match=r"message 1: the role is .*; allowed: system, user, assistant, tool"):
-            (template if "prompt" in column else template_with(QWEN3)).encode_prompt(row)
+            template.encode_prompt(Row({column: messages}, "rows", 0))
     with pytest.raises(DataError, match="message 1: the role is"):
         template.messages.encode(messages)
 

@@ -37,7 +37,6 @@ def text(data, form):
     return template.tokenizer.decode(list(ids))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("form", "row", "expected"),
     [
@@ -84,8 +83,9 @@ def text(data, form):
          INSTRUCTED + PROMPT),
     ],
 )  # fmt: skip
-def test_what_the_model_sees(read, chat, form, row, expected, kind):
-    assert text(read(chat, form, row, kind), form) == expected
+def test_what_the_model_sees(read, chat, form, row, expected):
+    for kind in ("jsonl", "parquet"):
+        assert text(read(chat, form, row, kind), form) == expected, kind
 
 
 def test_tools_and_calls_in_text(read, tokenizer_with):

@@ -16,11 +16,7 @@ from rlhf_testing.tiny import tiny_tokenizer
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 CONTENTS = "{% for m in messages %}{{ m.content }}{% endfor %}"
 HOSTILE = {
-    "loops": (LOOP, "computes for more than 1 s"),
-    "loops for several messages": (
-        f"{CONTENTS}{{% if messages | length > 2 %}}{LOOP}{{% endif %}}",
-        "computes for more",
-    ),
+    "loops": (f"{CONTENTS}{{% if messages | length > 2 %}}{LOOP}{{% endif %}}", "computes for more than 1 s"),
     "a number": ("{{ 10 ** (10 ** 9) }}", "more than"),
     "a long text": ("{{ 'a' * (messages | length * 2 ** 34) }}", "more than 1024 MiB of memory"),
     "a long text in the source": ("{{ 'a' * 2 ** 34 }}", "more than 1024 MiB of memory"),
@@ -53,8 +49,15 @@ def test_a_template_is_tried_once_in_a_process(tmp_path, monkeypatch):
     ChatTemplate(tokenizer, {})
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
-@pytest.mark.parametrize("kind", ["device", "pipe"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("config.json", "device"),
+        ("tokenizer.json", "pipe"),
+        ("chat_template.jinja", "device"),
+        ("model.safetensors", "pipe"),
+    ],
+)
 def test_a_file_of_a_model_without_an_end_is_refused(tmp_path, name, kind):
     tiny_tokenizer(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)

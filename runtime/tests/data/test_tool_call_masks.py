@@ -48,9 +48,8 @@ ADD, MULTIPLY = call(a=1, b=2), call("multiply", a='"3"\n', b=[1, {"x": None}])
 
 @pytest.mark.parametrize("text", [HERMES, QWEN3, GENERATION])
 @pytest.mark.parametrize("content", ["Let me add.", "", " \n"])
-@pytest.mark.parametrize("calls", [[ADD], [MULTIPLY, ADD]])
-def test_text_calls_and_end_token_are_trained_on(template_with, text, content, calls):
-    template = template_with(text)
+def test_text_calls_and_end_token_are_trained_on(template_with, text, content):
+    template, calls = template_with(text), [MULTIPLY, ADD]
     expected = (content + "\n" if content else "") + hermes(*calls) + "<eos>"
     thought = EMPTY_THOUGHT if text is QWEN3 else ""
     [trained] = answers(template, ASK, reply(content, *calls))
@@ -113,7 +112,7 @@ def test_a_call_with_an_end_token_of_its_own(chat, monkeypatch, end):
     assert answers(template, ASK, reply("", ADD)) == [expected]
 
 
-@pytest.mark.parametrize("text", [HERMES, QWEN3, GENERATION, LLAMA3])
+@pytest.mark.parametrize("text", [GENERATION, LLAMA3])
 def test_pairs_that_differ_in_the_call_only(template_with, text):
     columns = {"prompt": "1+2?", "chosen": [reply("", ADD)], "rejected": [reply("", call(a=1, b=3))]}
     pair = template_with(text).encode_pair(row(**columns))
@@ -123,15 +122,6 @@ def test_pairs_that_differ_in_the_call_only(template_with, text):
     assert all(s.loss_mask[-1] and s.ids[-1] == 1 for s in pair.sequences)
     with pytest.raises(DataError, match="the same tokens, so there is no preference"):
         template_with(text).encode_pair(row(**{**columns, "rejected": columns["chosen"]}))
-
-
-def test_calls_as_the_api_writes_them(template_with):
-    """Content null, arguments as text."""
-    function = {"name": "add", "arguments": '{"a": 1, "b": 2}'}
-    message = {"role": "assistant", "content": None, "tool_calls": [{**ADD, "function": function}]}
-    for text in (HERMES, QWEN3, GENERATION, LLAMA3):
-        template = template_with(text)
-        assert answers(template, ASK, message) == answers(template, ASK, reply("", ADD))
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
