@@ -82,6 +82,9 @@ def door(request, tmp_path, monkeypatch):
     return through
 
 
+FROM_FILE = pytest.mark.parametrize("door", ["file"], indirect=True)
+
+
 def scored(reward, group, **options):
     """The results of a run's scorer; a plain ``def`` runs in a worker process."""
     plugins = Plugins.discover()
@@ -106,6 +109,7 @@ def test_a_function_for_trl_gets_messages_columns_and_its_loggers(door):
     assert [r.info for r in results] == [{"parsed": "2", "accuracy": 0.5}, {"parsed": "33", "accuracy": 0.5}]
 
 
+@FROM_FILE
 def test_options_name_columns_and_ask_for_messages_where_the_prompt_is_text(door):
     function = door(TRL, "accuracy_reward")
     options = {"messages": True, "columns": {"solution": "reward_model.ground_truth"}}
@@ -120,10 +124,12 @@ def test_an_object_that_is_called_scores_tokens(door):
     assert [r.value for r in scored(door(TRL, "overlong"), group("2", "4444"))] == [0.0, -2.0]
 
 
+@FROM_FILE
 def test_an_async_function_is_awaited(door):
     assert [r.value for r in scored(door(TRL, "lengths"), group("2", "4444"))] == [4.1, 4.4]
 
 
+@FROM_FILE
 def test_a_function_for_verl_gets_a_sample_and_may_return_a_mapping(door):
     function, samples = door(VERL, "compute_score"), group("2", "33", **VERL_COLUMNS)
     results = scored(function, samples, arguments={"scale": 2.0})
