@@ -24,21 +24,21 @@ def named(request):
 @pytest.mark.parametrize(
     "ids", [[1, 2, 70000], (1, 2, 70000), array("q", [1, 2, 70000]), numpy.array([1, 2, 70000], "int32")]
 )
-def test_any_sequence_of_ints_becomes_an_array(named, ids):
-    _, make = named
-    result = make(ids)
+def test_any_sequence_of_ints_becomes_an_array(ids):
+    result = Turn(ids, sampled=False).ids
     assert result == array("i", [1, 2, 70000])
     assert result.typecode == "i"
     assert [type(i) for i in result] == [int] * 3
 
 
-def test_bytes_are_numbers_from_0_to_255(named):
-    assert named[1](b"\x05\x00\x00\x00") == array("i", [5, 0, 0, 0])
+def test_bytes_are_numbers_from_0_to_255():
+    assert Turn(b"\x05\x00\x00\x00", sampled=False).ids == array("i", [5, 0, 0, 0])
 
 
 def test_an_array_is_kept_and_not_copied(named):
     ids = array("i", [1, 2])
     assert named[1](ids) is ids
+    assert named[1]([1, 2]) == ids
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,18 @@ def test_an_array_is_kept_and_not_copied(named):
             r"is tensor.*; allowed: a sequence of ints .*\(write .tolist\(\)\)",
         ),
         (numpy.array([[1, 2]], "int32"), TypeError, r"is array\(\[\[1, 2\]\], dtype=int32\); allowed: a sequence"),
+        (None, TypeError, "is None; allowed: a sequence of ints"),
     ],
 )
-def test_anything_else_is_refused(named, ids, error, message):
+def test_anything_else_is_refused(ids, error, message):
+    with pytest.raises(error, match=f"^Turn.ids {message}"):
+        Turn(ids, sampled=False)
+
+
+def test_a_refusal_names_what_was_made(named):
     name, make = named
-    with pytest.raises(error, match=f"^{name} {message}"):
-        make(ids)
-
-
-def test_no_sequence_is_refused():
-    with pytest.raises(TypeError, match=r"^Turn.ids is None; allowed: a sequence of ints"):
-        Turn(None, sampled=False)
+    with pytest.raises(TypeError, match=rf"^{name} holds 2.0 \(float\)"):
+        make([1, 2.0])
 
 
 @pytest.mark.parametrize("values", [[-0.5, 0], (-0.5, 0.0), numpy.array([-0.5, 0], "float32"), array("d", [-0.5, 0])])

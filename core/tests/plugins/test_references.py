@@ -1,12 +1,6 @@
 import pytest
-from rlhf import interfaces
 from rlhf.errors import ConfigError
 from rlhf.plugins import Reference, parse_reference
-from rlhf.plugins.entry import KINDS
-
-
-def test_kinds_of_hooks_and_of_interfaces_are_the_same():
-    assert set(KINDS) == set(interfaces.KINDS)
 
 
 @pytest.mark.parametrize(

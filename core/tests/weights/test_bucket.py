@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from rlhf.errors import TrainingError
-from rlhf.weights.bucket import buckets
+from rlhf.weights.bucket import Bucket, buckets
 from rlhf.weights.fingerprint import WORDS, marks
 from rlhf_workers.links.link import BucketLayout
 
@@ -56,5 +56,15 @@ def test_every_kind_of_tensor_arrives(way):
 
 def test_a_bucket_holds_at_most_the_limit_or_one_tensor():
     assert list(buckets([], 10, {})) == []
+    pair = [("a", torch.zeros(6)), ("b", torch.zeros(2))]
+    assert [[len(b.tensors) for b in buckets(pair, limit, {})] for limit in (32, 31)] == [[2], [1, 1]]
     with pytest.raises(TrainingError, match="a bucket of 0 bytes holds nothing"):
         list(buckets(TENSORS, 0, {}))
+
+
+def test_a_bucket_pickles_without_a_copy_of_its_bytes():
+    out_of_band = []
+    bucket = Bucket((("a", torch.zeros(1000)),), ("",))
+    stream = pickle.dumps(bucket, protocol=5, buffer_callback=out_of_band.append)
+    assert len(stream) < 500
+    assert sum(b.raw().nbytes for b in out_of_band) == 4000

@@ -34,7 +34,7 @@ def computed(units, tokens, order, shared):
     return sum(tokens[u] for u in units) - sum(min(shared[a + 1 : b + 1]) for a, b in pairwise(positions))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(lengths, st.integers(1, 5), st.integers(1, 400))
 def test_every_unit_is_placed_once_and_no_rank_is_idle(tokens, ranks, budget):
     shares = plan(tokens, ranks, budget)
@@ -46,7 +46,7 @@ def test_every_unit_is_placed_once_and_no_rank_is_idle(tokens, ranks, budget):
     assert sorted(placement) == sorted([*range(len(tokens)), *repeated])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(lengths, st.integers(1, 5), st.integers(1, 400))
 def test_micro_batches_keep_the_token_budget(tokens, ranks, budget):
     for rank in plan(tokens, ranks, budget):
@@ -81,7 +81,7 @@ def test_a_lone_long_unit_is_computed_once():
     assert plan([3000, 2000], ranks=1, budget=1000) == [[[0], [1]]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(groups, st.integers(1, 5), st.integers(1, 1500))
 def test_shared_prefixes_keep_every_guarantee(groups, ranks, budget):
     tokens, order, shared = batch_of(groups)
@@ -97,7 +97,7 @@ def test_shared_prefixes_keep_every_guarantee(groups, ranks, budget):
             assert len(units) == 1 or computed(units, tokens, order, shared) <= budget
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(groups, st.integers(1, 5), st.integers(1, 1500))
 def test_shared_prefixes_never_make_a_plan_longer(groups, ranks, budget):
     def longest(shares):  # of the ranks, in every micro-batch, and what a micro-batch costs

@@ -12,7 +12,7 @@ from itertools import repeat
 import PIL.Image
 import pytest
 import torch
-from rlhf.errors import CapabilityError, SyncError, TrainingError, WorkerError
+from rlhf.errors import CapabilityError, SyncError, WorkerError
 from rlhf.interfaces import EnginePool, Generator, ModelSpec, Place, Proof, Sleeps, TrainerFacts, WorkerGroup
 from rlhf.interfaces.model import ADAPTERS, PARTS
 from rlhf.types import Image, RoleSpec
@@ -308,12 +308,6 @@ def test_the_message_names_the_canary_with_an_image_where_those_of_text_agree(ma
         sync(images=ThreeTokens()).push(1)
 
 
-def test_canaries_of_text_do_not_see_a_stale_tower(made):
-    _, _, generator, sync, _ = made
-    generator.forgets = ("tower",)
-    assert sync().push(1)["sync/canary"] < 1e-6
-
-
 @pytest.mark.parametrize(("wrong", "compared"), [(1, False), (3, False), (4, True), (27, True)])
 def test_tokens_after_the_image_are_compared(made, monkeypatch, wrong, compared):
     """The image has the positions 1 to 3. One token's log-prob is wrong by 1."""
@@ -448,36 +442,6 @@ def test_a_replaced_engine_gets_the_current_weights(made):
     weights.refresh()
     assert generator.version == 4
     assert torch.equal(generator.held["head"], trainer.live["head"])
-
-
-def test_buckets_keep_order_and_limit_and_can_be_sent():
-    weights = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2, dtype=torch.bfloat16)), ("c", torch.zeros(100)),
-               ("d", torch.tensor(3)), ("e", torch.zeros(0, 4))]  # fmt: skip
-    fingerprints = {}
-    result = list(buckets(iter(weights), 32, fingerprints))
-    assert [[n for n, _ in b.tensors] for b in result] == [["a", "b"], ["c"], ["d", "e"]]
-    assert list(fingerprints) == ["a", "b", "c", "d", "e"]
-    for bucket in result:
-        copy = pickle.loads(pickle.dumps(bucket, protocol=5))
-        assert (
-            copy.received()
-            == bucket.received()
-            == dict(zip((n for n, _ in bucket.tensors), bucket.fingerprints, strict=True))
-        )
-        for (_, x), (_, y) in zip(bucket.tensors, copy.tensors, strict=True):
-            assert x.dtype == y.dtype
-            assert torch.equal(x, y)
-    assert list(result[0].tensors[0][1]) == list(weights[0][1])
-    with pytest.raises(TrainingError, match="holds nothing"):
-        list(buckets(iter(weights), 0, {}))
-
-
-def test_a_bucket_pickles_without_a_copy_of_its_bytes():
-    out_of_band = []
-    bucket = Bucket((("a", torch.zeros(1000)),), ("",))
-    stream = pickle.dumps(bucket, protocol=5, buffer_callback=out_of_band.append)
-    assert len(stream) < 500
-    assert sum(b.raw().nbytes for b in out_of_band) == 4000
 
 
 def test_phases_give_memory_to_roles_and_generator_in_turn(made):

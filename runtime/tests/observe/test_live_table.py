@@ -52,12 +52,15 @@ def group(reward: float) -> Group:
     return Group(row, 0, [Trajectory(row, turns, (0, 0), reward=reward)])
 
 
-@pytest.fixture(params=[80, 60, 160])
+@pytest.fixture
 def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(request.param))
+    monkeypatch.setenv("COLUMNS", str(getattr(request, "param", 80)))
     monkeypatch.setenv("LINES", "30")
     return Terminal()
+
+
+WIDTHS = pytest.mark.parametrize("terminal", [80, 60, 160], indirect=True)
 
 
 def table_lines(lines: list[str]) -> list[str]:
@@ -65,6 +68,7 @@ def table_lines(lines: list[str]) -> list[str]:
     return lines[max(n for n, line in enumerate(lines) if line.startswith("───")) :]
 
 
+@WIDTHS
 def test_a_table_shows_progress_metrics_times_memory_sample_and_notes(terminal: Terminal) -> None:
     progress = Progress(4, stream=terminal)
     progress.begin(0)
@@ -134,6 +138,7 @@ def test_a_control_code_of_a_sample_does_nothing(terminal: Terminal) -> None:
     assert "-> answer\\x1b[2J" in "\n".join(terminal.screen)
 
 
+@WIDTHS
 def test_a_long_sample_has_rows_of_whole_words_which_stay(terminal: Terminal) -> None:
     """An answer of a model with line breaks after each second word; then a short one."""
     row, answer = Row({}, "sums", 0), "\n\n".join(f"word{n} {'漢字' * 3}" for n in range(200))

@@ -111,10 +111,13 @@ def test_completion_takes_old_groups_before_their_deadline_if_later_steps_have_n
     assert numbers(pending.choose(1)) == [1]
 
 
-@pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("order", ["submission", "completion"])
-def test_no_group_misses_its_deadline(order, seed):
-    draw = random.Random(seed)
+def test_no_group_misses_its_deadline(order):
+    for seed in range(30):
+        run_to_the_end(order, random.Random(seed))
+
+
+def run_to_the_end(order: str, draw: random.Random) -> None:
     size, staleness = draw.randint(1, 4), draw.randint(0, 3)
     pending = groups(batch_size=size, staleness=staleness, order=order, oversample=draw.choice([None, 1.0, 1.5]))
     started = finished = step = 0
@@ -160,9 +163,12 @@ def plainly_chosen(pending: PendingGroups, step: int) -> list[int] | None:
 
 
 @pytest.mark.parametrize("order", ["submission", "completion"])
-@pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_the_choice_is_that_of_all_groups_looked_at(order, seed):
-    draw = random.Random(seed)
+def test_whatever_happens_the_choice_is_that_of_all_groups_looked_at(order):
+    for seed in range(20):
+        choose_at_every_event(order, random.Random(seed))
+
+
+def choose_at_every_event(order: str, draw: random.Random) -> None:
     pending = groups(batch_size=draw.randint(1, 4), staleness=draw.randint(0, 2), order=order)
     started = finished = step = batches = 0
     for _ in range(400):
