@@ -34,13 +34,6 @@ def test_file_then_flags(write):
     assert (run.run.seed, run.run.steps, run.sampling.stop, run.sampling.temperature) == (7, 5, ("A", "B"), 1.0)
 
 
-def test_flags_alone_are_a_run():
-    run = load(None, [("algorithm.use", "rloo"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")])
-    assert (run.algorithm.use, run.policy.model) == ("rloo", "m")
-    assert [s.path for s in run.data.train] == ["a.jsonl"]
-    assert [r.use for r in run.reward] == ["math"]
-
-
 def test_a_run_file_knows_which_options_were_set(write):
     path = write('reward = ["math"]\nalgorithm = {use = "rloo", loss = {clip_low = 0.1}}\nrun.seed = 0\n')
     run = load(path, [("data.train", "a.jsonl"), ("policy.trainer.lr", "0.1")])

@@ -187,8 +187,6 @@ def test_messages_are_read_as_the_api_writes_them(template_with):
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        ({"role": "robot", "content": "x"}, "message 0: the role is str 'robot'; allowed: system, user"),
-        ("hi", "message 0: must be {role, content}, got str 'hi'"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
             "there are images, but the policy is a",

@@ -55,13 +55,6 @@ def test_turns_that_are_sampled_after_a_change_are_kept(log: TurnLog) -> None:
     assert [(number, value) for number, _, value in log.entries()] == [(0, turn(0)), (1, turn(9))]
 
 
-def test_entries_make_an_equal_log(log: TurnLog) -> None:
-    copy = TurnLog(log.entries())
-    assert [number for number, _, _ in copy.entries()] == [0, 1, 2]
-    assert copy.find(1, SECOND) == turn(1)
-    assert copy.find(1, OTHER_IDS) is None
-
-
 def test_a_turn_stays_as_it_was_sampled(log: TurnLog) -> None:
     """A rollout sets the reward and the end of a turn. In the resumed sample, another turn may be its last one."""
     for _ in range(2):
