@@ -29,8 +29,6 @@ from tests.pages import DOCS, ROOT, anchors, blocks, commands, links, name_of, p
 PLUGINS = Plugins.discover()
 whole_parser = cache(completion.whole_parser)
 
-every_page = pytest.mark.parametrize("page", pages(), ids=name_of)
-
 # ----------------------------------------------------------------------------------------- executed
 
 PIP = """#!{bash}
@@ -144,15 +142,17 @@ def test_the_attributes_of_the_conformance_page_are_those_of_the_suites():
     assert {row["suite"] for row in table.rows} - set(conformance.SUITES) == {"every kind"}
 
 
-@every_page
-def test_the_file_of_a_block_is_named_above_it(page):
+def test_the_file_of_a_block_is_named_above_it():
     """A reader does not see the text after the fence."""
-    for block in blocks(page):
-        if block.file:
-            opening = f"```{block.language} file={block.file}\n"
-            assert f"`{block.file}`:\n\n{opening}" in read(page), f"{name_of(page)}: {block.file}"
+    for page in pages():
+        for block in blocks(page):
+            if block.file:
+                opening = f"```{block.language} file={block.file}\n"
+                assert f"`{block.file}`:\n\n{opening}" in read(page), f"{name_of(page)}: {block.file}"
 
 
+@pytest.mark.full
+@pytest.mark.slow
 def test_a_block_that_fails_or_prints_something_else_is_noticed(shell, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python file=a/b.py\nprint(1)\n```\n```sh\npython a/b.py\n```\n```text\n2\n```\n")
@@ -180,22 +180,19 @@ def test_the_readmes_plugin_passes_the_suites_of_its_kinds():
     assert plugins.resolve("algorithm", "centered_gradient").cls.slots["advantage"].use == "centered"
 
 
-@every_page
-def test_python_blocks_compile(page):
-    for block in blocks(page, "python"):
-        compile(textwrap.dedent(block.text), str(block), "exec")
+def test_python_blocks_compile():
+    for page in pages():
+        for block in blocks(page, "python"):
+            compile(textwrap.dedent(block.text), str(block), "exec")
 
 
 # ---------------------------------------------------------------------------------------- generated
 
 
-@pytest.mark.parametrize("name", ["run_file", "plugins"])
-def test_generated_pages_equal_the_code(name):
-    reference = script(DOCS / f"reference/{name}.py")
-    assert read(reference.PAGE) == reference.page(), f"run: python docs/reference/{name}.py"
-
-
-def test_the_pages_of_migrate_equal_the_tables():
+def test_generated_pages_equal_the_code():
+    for name in ("run_file", "plugins"):
+        reference = script(DOCS / f"reference/{name}.py")
+        assert read(reference.PAGE) == reference.page(), f"run: python docs/reference/{name}.py"
     for page, text in script(DOCS / "reference/migrate.py").pages().items():
         assert read(page) == text, "run: python docs/reference/migrate.py"
 
@@ -226,14 +223,14 @@ def test_the_messages_of_the_run_file_page_are_real(tmp_path, capsys, monkeypatc
 # ------------------------------------------------------------------------------------- what is named
 
 
-@every_page
-def test_json_blocks_are_json(page):
-    """One value, or one a line; the site's build stops at a block that is neither."""
-    for block in blocks(page, "json"):
-        try:
-            json.loads(block.text)
-        except ValueError:
-            assert [json.loads(line) for line in block.text.splitlines()], block
+def test_json_blocks_hold_one_value_or_one_a_line():
+    """The site's build stops at other blocks."""
+    for page in pages():
+        for block in blocks(page, "json"):
+            try:
+                json.loads(block.text)
+            except ValueError:
+                assert [json.loads(line) for line in block.text.splitlines()], block
 
 
 def test_every_page_of_the_site_is_in_its_navigation():
@@ -249,14 +246,15 @@ def test_the_site_is_built_from_nothing():
     assert "sphinx-build" in steps.partition("rm -rf site")[2]
 
 
-@every_page
-def test_links_resolve(page):
-    for link in links(page):
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.is_file(), f"{name_of(page)} links to {link}, which is no file"
-        if anchor:
-            assert anchor in anchors(target), f"{name_of(page)} links to {link}; there are {sorted(anchors(target))}"
+def test_links_resolve():
+    for page in pages():
+        for link in links(page):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.is_file(), f"{name_of(page)} links to {link}, which is no file"
+            if anchor:
+                known_anchors = anchors(target)
+                assert anchor in known_anchors, f"{name_of(page)} links to {link}; there are {known_anchors}"
 
 
 def test_every_page_of_the_documentation_can_be_reached_from_its_index():
@@ -266,52 +264,45 @@ def test_every_page_of_the_documentation_can_be_reached_from_its_index():
     assert {p for p in DOCS.rglob("*.md") if p.name != "README.md"} <= linked
 
 
-@every_page
-def test_named_tests_and_files_exist(page):
-    for name in re.findall(
-        r"`((?:core|runtime|libraries|cli|plugins|testing|tests|docs|examples|benchmarks)/[\w./-]+(?:::\w+)?)`",
-        prose(page),
+def test_named_tests_and_files_exist():
+    folders = "core|runtime|libraries|cli|plugins|testing|tests|docs|examples|benchmarks"
+    for page in pages():
+        for name in re.findall(rf"`((?:{folders})/[\w./-]+(?:::\w+)?)`", prose(page)):
+            path, _, test = name.partition("::")
+            assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
+            if test:
+                assert f"def {test}(" in (ROOT / path).read_text(), f"{name_of(page)} names {name}"
+
+
+def test_commands_and_their_flags_exist():
+    for page in pages():
+        for words in commands(page):
+            problem = wrong(words)
+            assert not problem, f"{name_of(page)}: rlhf {' '.join(words)}: {problem}"
+
+
+def test_a_wrong_command_is_detected():
+    for line, problem in (
+        ("trian run.toml", "no command 'trian'"),
+        ("plugins lst", "no action 'lst'"),
+        ("runs --algo x", "no flag --algo"),
+        ("plugins list --kind x", "no flag --kind"),
+        ("train --data.batchsize 3", "no field data.batchsize"),
+        ("train --algorithm.loss.clip_hihg 3", "no field algorithm.loss.clip_hihg"),
+        ("train --reward.math.wieght 3", "no field reward.math.wieght"),
     ):
-        path, _, test = name.partition("::")
-        assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
-        if test:
-            assert re.search(rf"^ *def {test}\b", (ROOT / path).read_text(), re.MULTILINE), f"{name_of(page)}: {name}"
+        assert wrong(line.split()).startswith(problem)
 
 
-@every_page
-def test_commands_and_their_flags_exist(page):
-    for words in commands(page):
-        problem = wrong(words)
-        assert not problem, f"{name_of(page)}: rlhf {' '.join(words)}: {problem}"
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        (["trian", "run.toml"], "no command 'trian'"),
-        (["plugins", "lst"], "no action 'lst'"),
-        (["train", "--alog", "x"], "no flag --alog"),
-        (["runs", "--algo", "x"], "no flag --algo"),
-        (["plugins", "list", "--kind", "x"], "no flag --kind"),
-        (["train", "--data.batchsize", "3"], "no field data.batchsize"),
-        (["train", "--algorithm.loss.clip_hihg", "3"], "no field algorithm.loss.clip_hihg"),
-        (["train", "--reward.math.wieght", "3"], "no field reward.math.wieght"),
-        (["train", "--trainer.learning_rate", "3"], "no field trainer.learning_rate"),
-    ],
-)
-def test_a_wrong_command_is_detected(line, problem):
-    assert wrong(line).startswith(problem)
-
-
-@every_page
-def test_run_files_shown_have_only_fields_that_exist(page):
-    for block in blocks(page, "toml"):
-        document = tomllib.loads(block.text)
-        if not set(document) <= set(RunFile.model_fields):
-            assert "project" in document, f"{block} is neither a run file nor a distribution's metadata"
-            continue
-        for path in leaves(document):
-            assert known(path), f"{block} sets {'.'.join(path)}, which does not exist"
+def test_run_files_shown_have_only_fields_that_exist():
+    for page in pages():
+        for block in blocks(page, "toml"):
+            document = tomllib.loads(block.text)
+            if not set(document) <= set(RunFile.model_fields):
+                assert "project" in document, f"{block} is neither a run file nor a distribution's metadata"
+                continue
+            for path in leaves(document):
+                assert known(path), f"{block} sets {'.'.join(path)}, which does not exist"
 
 
 # ------------------------------------------------------------------------------------------ checking

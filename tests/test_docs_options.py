@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import pytest
 from rlhf.interfaces import KINDS
 from rlhf.plugins import Plugins
 from rlhf_cli.describe import options
@@ -18,8 +17,6 @@ from tests.pages import ROOT, Table, name_of, prose, read, tables
 PAGES = sorted([*ROOT.glob("plugins/*/*/README.md"), *ROOT.glob("libraries/*/README.md")])
 MADE_FROM_FILES = "plugins/adapters/openrlhf/README.md"
 """Its options belong to the plugins that it makes from files; its own tests check them."""
-
-every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 @dataclass(frozen=True)
@@ -179,23 +176,23 @@ def options_of(kind: str, name: str) -> dict[str, Any]:
     return configs(resolved.distribution)[kind, name]
 
 
-@every_page
-def test_options_and_defaults_in_the_tables_are_those_of_the_code(page):
-    if name_of(page) != MADE_FROM_FILES:
-        assert wrong(page) == []
+def test_options_and_defaults_in_the_tables_are_those_of_the_code():
+    for page in PAGES:
+        if name_of(page) != MADE_FROM_FILES:
+            assert wrong(page) == [], page
 
 
-@every_page
-def test_every_option_is_on_its_plugins_page(page):
-    assert missing(page) == []
+def test_every_option_is_on_its_plugins_page():
+    for page in PAGES:
+        assert missing(page) == [], page
 
 
-@every_page
-def test_no_option_and_no_paragraph_is_repeated(page):
-    rows = [(o.name, o.plugins) for o in stated(page)]
-    assert sorted({str(row) for row in rows if rows.count(row) > 1}) == []
-    paragraphs = [p[:60] for p in prose(page).split("\n\n") if len(p) > 120]
-    assert [p for p in paragraphs if paragraphs.count(p) > 1] == []
+def test_no_option_and_no_paragraph_is_repeated():
+    for page in PAGES:
+        rows = [(o.name, o.plugins) for o in stated(page)]
+        assert sorted({str(row) for row in rows if rows.count(row) > 1}) == [], page
+        paragraphs = [p[:60] for p in prose(page).split("\n\n") if len(p) > 120]
+        assert [p for p in paragraphs if paragraphs.count(p) > 1] == [], page
 
 
 def test_a_mistake_in_a_table_is_detected(tmp_path):
