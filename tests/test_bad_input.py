@@ -42,16 +42,6 @@ def test_a_missing_model(shop: Workshop) -> None:
     assert nothing_written(run)
 
 
-def test_an_unreadable_model(shop: Workshop) -> None:
-    broken = Path(shutil.copytree(shop.model, shop.folder / "broken"))
-    (broken / "model.safetensors").write_bytes(b"not a model")
-    run = shop.run("sft", "run", policy={"model": str(broken)})
-    refused(run, f"cannot load the model {str(broken)!r} of role 'policy'", "damaged or incomplete", code=1)
-    (broken / "tokenizer.json").unlink()
-    (broken / "tokenizer_config.json").unlink()
-    refused(shop.run("sft", "run", policy={"model": str(broken)}), "holds no tokenizer", code=1)
-
-
 def test_a_row_with_a_token_that_the_embedding_lacks(shop: Workshop) -> None:
     larger = Path(shutil.copytree(shop.model, shop.folder / "larger"))
     tokenizer = json.loads((larger / "tokenizer.json").read_text())
@@ -87,58 +77,32 @@ def test_no_chat_template_where_one_is_needed(shop: Workshop) -> None:
 # ------------------------------------------------------------------------------------------ data
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("", "empty"),
-        ('{"prompt": "1+1=", "response"', "not valid JSON"),
-        ('["1+1=", "2"]', "a row must be a JSON object"),
-        ('{"prompt": "", "response": ""}', "the answer is empty"),
-        ("{}", "no column 'prompt'"),
-        ('{"prompt": "1+1=", "response": null}', "response"),
-        ('{"prompt": "1+1="}', "response"),
-        ('{"prompt": 3, "response": "4"}', "prompt"),
-    ],
-    ids=["blank", "cut", "array", "empty", "no columns", "null", "lacking", "number"],
-)
-def test_a_malformed_row(shop: Workshop, line: str, says: str) -> None:
+@pytest.mark.parametrize(("line", "says"), [("", ""), ('{"prompt": "1+1=", "response"', "not valid JSON")])
+def test_a_blank_line_is_no_row_and_a_malformed_one_is_refused(shop: Workshop, line: str, says: str) -> None:
     texts = [json.dumps(row) for row in PROMPTS[:3]]
     path = shop.file("bad.jsonl", "\n".join([*texts, line, *texts]) + "\n")
     run = shop.run("sft", "run", data={"train": str(path)})
-    if line == "":  # blank lines are no rows
+    if says:
+        refused(run, f"{path}, line 4", says, code=1)
+    else:
         assert run.code == 0, run.said
-        return
-    refused(run, f"{path}, line 4", says, code=1)
 
 
-def test_an_empty_prompt(shop: Workshop) -> None:
-    path = shop.rows("empty.jsonl", [*PROMPTS[:2], {"prompt": "", "answer": "1"}])
-    run = shop.run("rloo", "run", data={"train": str(path)})
-    refused(run, f"{path}, line 3: the prompt is empty", code=1)
-
-
-BLANK: dict[str, Any] = {
-    "text": {"prompt": " "},
-    "message": {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": ""}]},
-    "parts": {"prompt": [{"role": "user", "content": [{"type": "text", "text": "\n"}]}]},
-}
-
-
-@pytest.mark.parametrize("case", BLANK)
-def test_an_empty_message_as_a_prompt(shop: Workshop, case: str) -> None:
+@pytest.mark.parametrize("content", ["", [{"type": "text", "text": "\n"}]])
+def test_an_empty_message_as_a_prompt(shop: Workshop, content: Any) -> None:
     chat = tiny_model(shop.folder / "chat", hidden=16, heads=2, kv_heads=1, chat_template="default")
-    path = shop.rows("empty.jsonl", [*PROMPTS[:2], {**BLANK[case], "answer": "1"}])
+    row = {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": content}], "answer": "1"}
+    path = shop.rows("empty.jsonl", [*PROMPTS[:2], row])
     changes: dict[str, Any] = {"data": {"train": str(path)}, "policy": {"model": str(chat)}}
     refused(shop.run("rloo", "run", "--dry-run", **changes), f"{path}, line 3: the prompt is empty: ", code=1)
     played = shop.run("rloo", "run", "--dry-run", **merged(env(shop, "pass"), changes))
     assert played.code == 0, played.said  # the environment's first observation is what the policy answers
 
 
-@pytest.mark.parametrize("name", ["a\0b", "a\nb", "\x1b[2J"])
-def test_a_name_with_a_control_character(shop: Workshop, name: str) -> None:
-    run = shop.run("sft", "run", run={"name": name})
+def test_a_name_with_a_control_character(shop: Workshop) -> None:
+    run = shop.run("sft", "run", run={"name": "a\nb"})
     refused(run, "run.name", "a control character")
-    run = shop.run("sft", "run", data={"train": [{"path": str(shop.data), "name": name}]})
+    run = shop.run("sft", "run", data={"train": [{"path": str(shop.data), "name": "\x1b[2J"}]})
     refused(run, "data.train.0.name", "a control character")
     assert nothing_written(run)
 
@@ -154,22 +118,21 @@ def test_missing_and_empty_data(shop: Workshop) -> None:
     refused(shop.run("sft", "run", data={"train": str(shop.file("e.jsonl", ""))}), "holds no rows", code=1)
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "rloo"])
-def test_a_prompt_longer_than_allowed(shop: Workshop, algorithm: str) -> None:
+def test_a_prompt_longer_than_allowed(shop: Workshop) -> None:
     long = {"prompt": "9" * 40 + "=", "answer": "1", "response": "1"}
     data = {"train": str(shop.rows("long.jsonl", [*PROMPTS[:5], long])), "max_prompt_tokens": 30, "batch_size": 2}
     refused(
-        shop.run(algorithm, "refused", data=data),
+        shop.run("rloo", "refused", data=data),
         f"{shop.folder / 'long.jsonl'}, line 6",
         "the prompt has 41 tokens, over data.max_prompt_tokens = 30",
         'data.too_long = "drop"',
         code=1,
     )
-    run = shop.train(algorithm, "dropped", data={**data, "too_long": "drop"}, run={"steps": 6})
-    assert [line["data/dropped"] for line in run.lines()] == sorted(line["data/dropped"] for line in run.lines())
-    assert run.lines()[-1]["data/dropped"] >= 2
-    prompts = {sample["row"]["index"] for sample in run.samples()} if algorithm == "rloo" else set()
-    assert 5 not in prompts
+    run = shop.train("rloo", "dropped", data={**data, "too_long": "drop"}, run={"steps": 6})
+    dropped_counts = [line["data/dropped"] for line in run.lines()]
+    assert dropped_counts == sorted(dropped_counts)
+    assert dropped_counts[-1] >= 2
+    assert 5 not in {sample["row"]["index"] for sample in run.samples()}
 
 
 # ------------------------------------------------------------------------------------------ configuration
@@ -182,39 +145,19 @@ def test_the_default_group_is_that_of_the_algorithm(shop: Workshop, algorithm: s
     assert tomllib.loads(run.out)["sampling"]["samples_per_prompt"] == samples
 
 
-def test_k1_as_a_loss(shop: Workshop) -> None:
-    kl = {"coef": 0.1, "where": "loss", "estimator": "k1"}
-    refused(
-        shop.run("grpo", "run", algorithm={"kl": kl}), "estimator 'k1' as a loss has zero expected gradient", "'k3'"
-    )
-
-
-def test_unknown_keys_and_plugins(shop: Workshop) -> None:
-    refused(shop.run("rloo", "run", sampling={"temprature": 1.0}), "temprature", "Did you mean 'temperature'?")
-    refused(shop.run("rloo", "run", trainer={"learning_rat": 1.0}), "learning_rat")
-    refused(shop.run("rlo", "run"), "'rlo'", "Did you mean 'rloo'?")
-    refused(shop.run("rloo", "run", reward=[{"use": "maths"}]), "'maths'", "math")
-    refused(shop.run("rloo", "run", "--algorithm.clip", "1"), "clip")
-
-
 TOO_LONG = "a" * 300
 
 
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("run.output", TOO_LONG),
         ("run.output", "/a" * 2020),  # long enough only with what a run makes below it
         ("run.output", "~no_such_user/run"),
-        ("run.output", "a\0b"),
-        ("policy.model", TOO_LONG),
         ("policy.model", "a\0b"),
         ("data.train", TOO_LONG),
-        ("data.train", "a\0b"),
         ("data.chat_template", TOO_LONG),
         ("roles.judge.model", TOO_LONG),
         ("reward", f"file:{TOO_LONG}.py"),
-        ("reward", "file:a\0b.py"),
         ("reward", f"model:{TOO_LONG}"),
         ("reward.0.model", TOO_LONG),
         ("rollout.path", TOO_LONG),
@@ -238,9 +181,6 @@ def test_an_invalid_path_is_refused(shop: Workshop, flag: str, value: str) -> No
     ("flag", "value", "says"),
     [
         ("run.seed", "9223372036854775808", "integers are from -2^63 to 2^63 - 1, got integer 9223372036854775808"),
-        ("data.batch_size", "9" * 60, "integers are from -2^63 to 2^63 - 1"),
-        ("data.max_tokens", "9" * 60, "integers are from -2^63 to 2^63 - 1"),
-        ("trainer.warmup_steps", "9" * 60, "trainer.warmup_steps (flag --trainer.warmup_steps): integers are from"),
         (
             "data.template_kwargs.a",
             f"[{'9' * 60}]",
@@ -249,7 +189,6 @@ def test_an_invalid_path_is_refused(shop: Workshop, flag: str, value: str) -> No
         ("run.seed", "9" * 5000, "should be a valid integer"),
         ("run.seed", "[" * 5000, "should be a valid integer"),
         ("run." + ".".join("a" * 3000), "1", "nests tables and lists more than 100 levels deep"),
-        (f"reward.{'9' * 5000}.weight", "1", "reward has no entry"),
         ("reward.².weight", "1", "reward has no entry"),
         ("run.requires", f'["rlhf-core>={"9" * 5000}"]', "is not a requirement"),
         ("run.steps", "10000001", "should be less than or equal to 10000000, got integer 10000001"),
@@ -274,10 +213,9 @@ def test_a_run_file_that_a_parser_never_finishes_is_refused(shop: Workshop, text
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [("1e308", "inf"), ("1e7", "3e+07")])
-def test_more_passes_than_a_run_can_have_steps(shop: Workshop, epochs: str, steps: str) -> None:
-    run = shop.run("rloo", "run", "--dry-run", "--run.epochs", epochs, run={"steps": None})
-    refused(run, f"need {steps} steps; a run has at most 10000000. Lower run.epochs, or set run.steps.")
+def test_more_passes_than_a_run_can_have_steps(shop: Workshop) -> None:
+    run = shop.run("rloo", "run", "--dry-run", "--run.epochs", "1e308", run={"steps": None})
+    refused(run, "need inf steps; a run has at most 10000000. Lower run.epochs, or set run.steps.")
 
 
 def test_an_output_folder_already_used(shop: Workshop) -> None:
@@ -317,25 +255,19 @@ def test_a_reward_file_that_changed_is_a_different_run(shop: Workshop) -> None:
     assert "plugins.reward:reward: was 'file " in resumed.said
 
 
-@pytest.mark.parametrize("name", ["mlflow", "swanlab", "tensorboard", "trackio", "wandb"])
-@pytest.mark.parametrize("options", [{"samples_every": 0}, {"samples": -1}])
-def test_observers_with_too_few_samples_or_steps(name: str, options: dict[str, int]) -> None:
-    config = Plugins.discover().resolve("observer", name).cls.Config
-    with pytest.raises(ValidationError, match=f"{next(iter(options))}\n  Input should be greater than"):
-        config(**options)
+def test_observers_with_too_few_samples_or_steps() -> None:
+    for name in ("mlflow", "swanlab", "tensorboard", "trackio", "wandb"):
+        with pytest.raises(ValidationError, match=r"(?s)samples\n  Input should .*samples_every\n  Input should"):
+            Plugins.discover().resolve("observer", name).cls.Config(samples_every=0, samples=-1)
 
 
 # ------------------------------------------------------------------------------------------ rewards
 
 REWARDS = {
     "raises": ("raise KeyError('no key')", "score() raised KeyError: 'no key'"),
-    "hangs": ("await asyncio.sleep(60)", "score() took longer than its deadline of 1 s"),
-    "too few": ("return results[:-1]", "score() returned 2 results for 3 trajectories"),
     "nan": ("return [RewardResult(float('nan')), *results[1:]]", "score() returned RewardResult(value=nan)"),
-    "blocks": ("SYNC import time; time.sleep(60)", "score() took longer than its deadline of 1 s"),
 }
 SPOILED = """
-import asyncio
 from rlhf.interfaces import Reward
 from rlhf.types import RewardResult
 
@@ -351,21 +283,14 @@ class Spoiled(Reward):
 """
 
 
-def spoiled(shop: Workshop, body: str) -> dict[str, Any]:
-    text = SPOILED.replace("BODY", body.removeprefix("SYNC "))
-    if body.startswith("SYNC"):
-        text = text.replace("async def", "def")
-    return {
-        "reward": [{"use": f"file:{shop.file('spoiled.py', text)}", "deadline": 1.0}],
-        "data": {"shuffle": False},
-        "run": {"steps": 2},
-    }
-
-
 @pytest.mark.parametrize("fault", REWARDS)
 def test_a_reward_that_fails(shop: Workshop, fault: str) -> None:
     body, says = REWARDS[fault]
-    changes = spoiled(shop, body)
+    changes: dict[str, Any] = {
+        "reward": [{"use": f"file:{shop.file('spoiled.py', SPOILED.replace('BODY', body))}"}],
+        "data": {"shuffle": False},
+        "run": {"steps": 2},
+    }
     error = refused(shop.run("rloo", "abort", **changes), says, 'stream.on_failed_sample is "abort"', code=1)
     assert "row 3" in error
 
@@ -381,37 +306,9 @@ def test_a_reward_that_fails(shop: Workshop, fault: str) -> None:
     assert len([s for s in samples.samples() if s["row"]["index"] == 3]) == (2 if is_single else 0)
 
 
-ROLE = """
-from rlhf.interfaces import Reward
-from rlhf.types import RewardResult, RoleSpec
-
-
-class Judged(Reward):
-    def roles(self):
-        return (RoleSpec("policy", head="scalar", model="somewhere"),)
-
-    async def score(self, group):
-        return [RewardResult(0.0) for _ in group.trajectories]
-"""
-
-
-def test_a_reward_whose_role_is_the_algorithms(shop: Workshop) -> None:
-    run = shop.run("rloo", "run", reward=[{"use": f"file:{shop.file('judged.py', ROLE)}"}])
-    error = refused(run, "algorithm 'rloo' and reward 'judged' declare the role 'policy' differently: RoleSpec(")
-    assert "Give reward 'judged' another role" in error
-    assert nothing_written(run)
-
-
 # ------------------------------------------------------------------------------------------ environments
 
-ENVS = {
-    "raises": ("raise ValueError('broken')", "step() raised ValueError: broken"),
-    "hangs": ("await asyncio.sleep(60)", "step() took longer than its deadline of 1 s"),
-    "greedy": ("return EnvStep('a', sampling=Sampling(4, 0.0))", "a turn is requested at temperature 0.0"),
-    "truncated": ("return EnvStep('a', sampling=Sampling(4, top_k=2))", "with top_k = 2, but [sampling] has top_k = 0"),
-}
 ENV = """
-import asyncio
 from rlhf.interfaces import Env
 from rlhf.types import EnvStep, Sampling
 
@@ -432,7 +329,7 @@ class Spoiled(Env):
 
 def env(shop: Workshop, body: str) -> dict[str, Any]:
     return {
-        "env": {"use": f"file:{shop.file('env.py', ENV.replace('BODY', body))}", "deadline": 1.0, "max_turns": 3},
+        "env": {"use": f"file:{shop.file('env.py', ENV.replace('BODY', body))}", "max_turns": 3},
         "rollout": {"use": "multi_turn"},
         "reward": None,
         "data": {"shuffle": False},
@@ -440,11 +337,14 @@ def env(shop: Workshop, body: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("fault", ENVS)
-def test_an_environment_that_fails(shop: Workshop, fault: str) -> None:
-    body, says = ENVS[fault]
-    changes = env(shop, body)
-    refused(shop.run("rloo", "abort", **changes), says, "row 3", "on_failed_sample", code=1)
+def test_an_environment_that_samples_in_another_way(shop: Workshop) -> None:
+    changes = env(shop, "return EnvStep('a', sampling=Sampling(4, top_k=2))")
+    refused(shop.run("rloo", "abort", **changes), "with top_k = 2, but [sampling] has top_k = 0", "row 3", code=1)
+
+
+def test_an_environment_that_fails(shop: Workshop) -> None:
+    changes = env(shop, "raise ValueError('broken')")
+    refused(shop.run("rloo", "abort", **changes), "step() raised ValueError: broken", "on_failed_sample", code=1)
     run = shop.train("rloo", "groups", stream={"on_failed_sample": "drop_group"}, **changes)
     assert [line["stream/failed_groups"] for line in run.lines()] == [1.0, 0.0]
     run = shop.train("rloo", "samples", stream={"on_failed_sample": "drop_sample"}, **changes)
@@ -480,9 +380,9 @@ class Undeclared(Algorithm):
 
 
 BATCH_ALONE = """
-from rlhf_plugin_BASE import MODULE as Base
+from rlhf_plugin_rloo import RLOO
 
-class BatchAlone(Base):
+class BatchAlone(RLOO):
     name = "batch_alone"
 
     def assemble(self, examples):
@@ -490,10 +390,8 @@ class BatchAlone(Base):
 """
 
 
-@pytest.mark.parametrize(("base", "cls"), [("sft", "SFT"), ("rloo", "RLOO")])
-def test_a_batch_without_metrics_is_an_error_with_a_message(shop: Workshop, base: str, cls: str) -> None:
-    path = shop.file("batch_alone.py", BATCH_ALONE.replace("BASE", base).replace("MODULE", cls))
-    run = shop.run(base, "run", algorithm={"use": f"file:{path}"})
+def test_a_batch_without_metrics_is_an_error_with_a_message(shop: Workshop) -> None:
+    run = shop.run("rloo", "run", algorithm={"use": f"file:{shop.file('batch_alone.py', BATCH_ALONE)}"})
     message = "assemble() of algorithm 'batch_alone' returned Batch"
     refused(run, message, "It must return a tuple of two", "write `return batch, {}`", code=1)
 
