@@ -96,19 +96,7 @@ STATE: Mapping[str, tuple[str, str, Change, str]] = {
     "step of text": ("sft", "state.json", put("step", "2"), "step: should be a valid integer, got str '2'."),
     "no step": ("sft", "state.json", put("step"), "step: missing."),
     "another step": ("sft", "state.json", put("step", 1), "step: 1, but the checkpoint is of step 2."),
-    "updates": ("sft", "state.json", put("updates", -1), "updates: should be greater than or equal to 0, got int -1."),
-    "long": (
-        "sft",
-        "state.json",
-        put("updates", 10**60),
-        "updates: should be less than 9223372036854775808, got int 1000",
-    ),
-    "components": (
-        "sft",
-        "state.json",
-        put("components", "x"),
-        "components: should be a valid dictionary, got str 'x'",
-    ),
+    "long": ("sft", "state.json", put("updates", 10**60), "updates: should be less than 9223372036854775808, got int"),
     "unknown": ("sft", "state.json", put("more", 1), "more: unknown, got int 1."),
     "a list": (
         "sft",
@@ -116,15 +104,11 @@ STATE: Mapping[str, tuple[str, str, Change, str]] = {
         lambda data: [data],
         "the file: should be a valid dictionary, got list [{'step': 2",
     ),
-    "no data": ("sft", "state.json", put("data"), "data: missing."),
-    "no order": ("sft", "state.json", put("data/order"), "data.order: missing."),
-    "drawn": ("sft", "state.json", put("data/order/drawn", 3), "data.order.drawn: should be a valid list, got int 3."),
     "drawn of more": ("sft", "state.json", put("data/order/drawn", [1, 2]), "counts the rows drawn from 2 sources"),
     "nan": ("sft", "state.json", put("data/dropped", {"$float": "nan"}), "data.dropped: should be a valid integer"),
     "null data": ("sft", "state.json", lambda state: {**state, "data": None}, "data: missing."),
     "null stream": ("rloo", "state.json", lambda state: {**state, "stream": None}, "stream: missing."),
     "mark": ("sft", "state.json", put("data/dropped", {"$float": []}), "state.json is not valid JSON"),
-    "rows": ("rloo", "state.json", put("stream/rows", []), "stream.rows: should be a valid dictionary, got list []."),
     "ready": ("rloo", "state.json", put("stream/ready/0/groups", 3), "it has 4 groups, but state.json counts 3."),
     "beta": (
         "rloo",
@@ -140,28 +124,12 @@ STATE: Mapping[str, tuple[str, str, Change, str]] = {
     ),
     "no beta": ("rloo", "state.json", put("components/algorithm/kl/beta"), "raised KeyError: 'beta'"),
     "reward": ("rloo", "state.json", put("components/reward.reward", {"a": 1}), "load_state_dict() of reward.reward"),
-    "ids": ("rloo", "ready.arrow", put("turns/0/ids"), "is not a sample: TypeError: Turn.ids is None; allowed: a"),
     "negative": ("rloo", "ready.arrow", put("turns/0/ids", [-1]), "with the token -1; allowed: integers >= 0"),
-    "turns": ("rloo", "ready.arrow", put("turns"), "is not a sample: TypeError"),
-    "status": (
-        "rloo",
-        "ready.arrow",
-        put("status", "x"),
-        "status: should be 'ok', 'truncated' or 'failed', got str 'x'",
-    ),
-    "row": ("rloo", "ready.arrow", put("row", -1), "belongs to a different row of the data than the samples before it"),
     "trainer": (
         "sft",
         "roles/policy/trainer.json",
         put("updates", "3"),
         "updates: should be a valid integer, got str '3'.",
-    ),
-    "coverage": ("sft", "roles/policy/trainer.json", put("coverage", {}), "coverage.without_gradient: missing."),
-    "precision": (
-        "sft",
-        "roles/policy/trainer.json",
-        put("precision", 1),
-        "precision: should be 'fp32' or 'bf16', got int 1.",
     ),
 }
 
@@ -173,7 +141,6 @@ def test_a_value_of_another_kind(trained: Workshop, shop: Workshop, case: str) -
 
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
-NAN, INFINITY = float("nan"), float("inf")
 TENSORS: Mapping[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] = {
     "weight": ("model", lambda t: t.update({WEIGHT: t[WEIGHT].bfloat16()}), f"{WEIGHT}: a tensor of torch.bfloat16"),
     "moment": (
@@ -181,26 +148,22 @@ TENSORS: Mapping[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], st
         lambda t: t.update({f"{WEIGHT}/exp_avg": t[f"{WEIGHT}/exp_avg"].double()}),
         f"{WEIGHT}/exp_avg: torch.float64 of shape (32, 16), expected torch.float32 of shape (32, 16).",
     ),
-    "step": (
-        "optimizer",
-        lambda t: t.update({f"{WEIGHT}/step": torch.ones(2)}),
-        f"{WEIGHT}/step: torch.float32 of shape (2,), expected torch.float32 of shape ().",
-    ),
     "no step": ("optimizer", lambda t: t.pop(f"{WEIGHT}/step"), f"{WEIGHT}/step: missing."),
-    "nothing": ("optimizer", lambda t: t.clear(), "model.embed_tokens.weight/step: missing."),
     "more": (
         "optimizer",
         lambda t: t.update({f"{WEIGHT}/more": torch.ones(1)}),
         f"{WEIGHT}/more: unknown; the optimizer",
     ),
-    "nan": ("model", lambda t: t[WEIGHT].view(-1)[3:5].fill_(NAN), f"{WEIGHT}: 2 of 512 values are NaN or infinite."),
-    "infinity": ("model", lambda t: t[WEIGHT].view(-1)[3].fill_(INFINITY), f"{WEIGHT}: 1 of 512 values are NaN or"),
-    "nan of a moment": (
+    "nan": (
+        "model",
+        lambda t: t[WEIGHT].view(-1)[3:5].fill_(float("nan")),
+        f"{WEIGHT}: 2 of 512 values are NaN or infinite.",
+    ),
+    "infinity": (
         "optimizer",
-        lambda t: t[f"{WEIGHT}/exp_avg"].view(-1)[3].fill_(NAN),
+        lambda t: t[f"{WEIGHT}/exp_avg"].view(-1)[3].fill_(float("inf")),
         f"{WEIGHT}/exp_avg: 1 of 512 values are NaN or infinite.",
     ),
-    "nan as a step": ("optimizer", lambda t: t[f"{WEIGHT}/step"].fill_(NAN), f"{WEIGHT}/step: 1 of 1 values"),
     "other": ("optimizer", lambda t: t.update({"x/step": torch.ones(())}), "x/step: this model has no parameter 'x'."),
 }
 
@@ -221,8 +184,7 @@ def test_tensors_of_another_kind(trained: Workshop, shop: Workshop, case: str) -
             "",
             "(char 0). Restore it from a copy, or delete it: a resume creates it again from the checkpoints",
         ),
-        ("[]", "best.json does not contain what a run saves:\n  the file: should be a valid dictionary, got list []."),
-        ('{"step": "2"}', "step: should be a valid integer, got str '2'."),
+        ('{"step": "2"}', "best.json does not contain what a run saves:\n  step: should be a valid integer, got str"),
     ],
 )
 @pytest.mark.parametrize("flag", ["--dry-run", "--run.name=real"])
@@ -240,7 +202,6 @@ def test_a_damaged_pointer_to_the_best_is_refused(
             "",
             "(char 0). Restore it from a copy, or delete it: a resume then looks up the commits",
         ),
-        ("1", "manifest.json does not contain what a run saves:\n  the file: should be a valid dictionary, got int 1."),
         ('{"schema": 2, "starts": []}', "is version int 2, this release reads version 1. Continue with the release"),
         ('{"starts": [{"hub": {"a": 1}}]}', "starts.0.hub.a: should be a valid string, got int 1."),
     ],
@@ -292,14 +253,6 @@ def newer_layout(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps({**manifest, "schema": 2}))
 
 
-def appended(name: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        with (folder / name).open("ab") as file:
-            file.write(b"xx")
-
-    return damage
-
-
 def cut(name: str) -> Callable[[Path], None]:
     return lambda folder: void((folder / name).write_bytes((folder / name).read_bytes()[:-7]))
 
@@ -330,23 +283,11 @@ def a_file(folder: Path) -> None:
 
 MODEL = "roles/policy/model.safetensors"
 SOLE: Mapping[str, tuple[Callable[[Path], None], str]] = {
-    "manifest, appended": (appended(MANIFEST), "is not valid JSON"),
     "manifest, cut": (cut(MANIFEST), "is not valid JSON"),
-    "manifest, empty": (lambda f: void((f / MANIFEST).write_text("")), "is not valid JSON"),
     "manifest, no text": (lambda f: void((f / MANIFEST).write_bytes(b"\xff\xfe")), "manifest.json"),
-    "manifest, a list": (lambda f: void((f / MANIFEST).write_text("[]")), "manifest.json is damaged"),
     "manifest, a number": (lambda f: void((f / MANIFEST).write_text("1")), "manifest.json is damaged"),
-    "manifest, a bit": (flipped(MANIFEST, 60), "manifest.json"),
-    "manifest, missing": (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing"),
     "newer layout": (newer_layout, "its layout is version 2, but this release reads version 1"),
-    "weights, appended": (appended(MODEL), " bytes, expected "),
-    "weights, cut": (cut(MODEL), " bytes, expected "),
     "weights, a bit": (flipped(MODEL, -9), f"{MODEL} has SHA-256"),
-    "weights, missing": (lambda f: (f / MODEL).unlink(), f"{MODEL} is missing"),
-    "state, a bit": (flipped("state.json", 9), "state.json has SHA-256"),
-    "state, a folder": (lambda f: void([(f / "state.json").unlink(), (f / "state.json").mkdir()]), "state.json"),
-    "no roles": (lambda f: shutil.rmtree(f / "roles"), "roles/policy"),
-    "no files": (lambda f: void([shutil.rmtree(f), f.mkdir()]), "manifest.json is missing"),
     "of another step": (
         lambda f: void(f.rename(f.with_name("step-000009"))),
         "is of step 2, not of the step in the folder's name",
@@ -397,19 +338,19 @@ def test_a_resume_goes_on_from_an_older_checkpoint_when_the_damaged_ones_are_del
     assert shop.train("sft", "run", "--resume", **every).weights == baseline.weights
 
 
-@pytest.mark.parametrize("folder_name", ["model", "exports/step-000002", "checkpoints/best.json"])
-def test_a_run_that_saved_something_does_not_start_again_at_step_0(shop: Workshop, folder_name: str) -> None:
-    run = shop.train("sft", "run")
-    for name in ("model", "checkpoints"):
-        shutil.rmtree(run.path / name)
-    started = shop.run("sft", "run", "--resume", "--dry-run")
+def test_a_run_that_saved_something_does_not_start_again_at_step_0(trained: Workshop, shop: Workshop) -> None:
+    run = shutil.copytree(trained.folder / "sft", shop.folder / "run")
+    shutil.rmtree(run / "checkpoints")
+    started = attempt(trained, shop, "--resume", "--dry-run")
     assert started.code == 0, started.said  # a run that was killed before its first checkpoint starts at step 0
-    (run.path / folder_name).mkdir(parents=True)
-    for flags in (["--dry-run"], []):
-        retry = shop.run("sft", "run", "--resume", *flags)
-        assert retry.code == 1
-        assert f"holds {folder_name}" in retry.err
-        assert [line["step"] for line in retry.lines()] == [1, 2, 3]
+    for name in ("model", "exports/step-000002", "checkpoints/best.json"):
+        (run / name).mkdir(parents=True)
+        for flags in (["--dry-run"], []):
+            retry = attempt(trained, shop, "--resume", *flags)
+            assert retry.code == 1
+            assert f"holds {name}" in retry.err
+            assert [line["step"] for line in retry.lines()] == [1, 2, 3]
+        shutil.rmtree(run / Path(name).parts[0])
 
 
 def test_a_dry_run_of_a_resume_reads_the_metrics(trained: Workshop, shop: Workshop) -> None:
