@@ -38,6 +38,7 @@ def test_the_agent_is_trained_on_what_it_was_answered(tmp_path: Path) -> None:
     assert sum(line["rollout/calls/look_up"] for line in lines[1:]) > 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_page_says_how_many_held_out_questions_are_in_the_training_data(tmp_path: Path) -> None:
     script = ROOT / "examples/agent/make_task.py"

@@ -8,13 +8,15 @@ from rlhf_testing import conformance
 
 LIGHT = ("advantage", "loss", "reward", "env", "rollout", "adapter")
 """Kinds without models or services; the suites of the others are in their own tests, and take minutes."""
+STARTING = ("code", "agent")
+"""A reward and a rollout that start processes, as every environment does."""
 PLUGINS = Plugins.discover()
 ENTRIES = [
-    pytest.param(e, marks=pytest.mark.full if kind == "env" else (), id=f"{kind}-{e.name}")
+    pytest.param(e, marks=pytest.mark.full if kind == "env" or e.name in STARTING else (), id=f"{kind}-{e.name}")
     for kind in LIGHT
     for e in PLUGINS.list(kind)
 ]
-"""In ``make test``, environments pass the suite in their own tests only: each starts processes."""
+"""In ``make test``, plugins that start processes pass the suite in their own tests only."""
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
