@@ -18,20 +18,6 @@ from tests.forks import Forks
 from tests.runs import REWARD, Finished, Workshop, assert_same_run
 from tests.test_bad_input import refused
 
-
-def test_finished_steps_are_saved_when_an_evaluation_fails(shop: Workshop) -> None:
-    """Only an evaluation shows which numbers its samples report. The first evaluation is after two steps."""
-    evaluated = {"data": {"eval": str(shop.data)}, "eval": {"every": 2}}
-    wrong = {**evaluated, "eval": {"every": 2, "metric": "env/solved"}}
-    broken = shop.run("rloo", "broken", **wrong)
-    refused(broken, "eval.metric is 'env/solved', which the evaluation does not report; it reports", "pass@1")
-    assert [c.step for c in CheckpointStore(broken.path).complete()] == [2]
-    assert [line["step"] for line in broken.lines()] == [1, 2]
-    retry = shop.train("rloo", "broken", "--resume", **evaluated)
-    assert retry.weights == shop.train("rloo", "whole", **evaluated).weights
-    assert retry.lines() == Finished(shop.folder / "whole", 0).lines()
-
-
 BROKEN = """
 import os
 from rlhf.interfaces import Advantage
@@ -185,8 +171,7 @@ def test_a_folder_of_records_that_cannot_be_made(shop: Workshop, folder: str) ->
 
 
 @pytest.mark.linux("elsewhere there is no /dev/full")
-@pytest.mark.parametrize("flag", ["--traceback", "--json"])
-@pytest.mark.parametrize("fault", ["full disk", "closed pipe"])
+@pytest.mark.parametrize(("fault", "flag"), [("full disk", "--json"), ("closed pipe", "--traceback")])
 def test_a_run_goes_on_where_its_output_cannot_be_written(
     shop: Workshop, whole: Finished, fault: str, flag: str
 ) -> None:
