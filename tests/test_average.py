@@ -35,7 +35,7 @@ def told_of(shop: Workshop, run: Finished, config: dict[str, Any]) -> float:
     return json.loads(out.getvalue())["reward"]
 
 
-@pytest.mark.parametrize("stream", [{}, {"staleness": 1}, {"round": 2}], ids=str)
+@pytest.mark.parametrize("stream", [{"staleness": 1}, pytest.param({"round": 2}, marks=pytest.mark.full)], ids=str)
 def test_the_last_evaluation_is_that_of_the_exported_model(shop: Workshop, stream: dict[str, int]) -> None:
     """Tested with the generator that samples from the trainer's module, and with one that gets tensors."""
     settings = averaged(shop, stream=stream)

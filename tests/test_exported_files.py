@@ -41,11 +41,10 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 @pytest.mark.parametrize(
     ("rope", "older"),
     [
-        ({"rope_type": "default"}, {}),
         ({"rope_type": "llama3", **LLAMA3}, {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
     ],
-    ids=["default", "llama3", "partial"],
+    ids=["llama3", "partial"],
 )
 def test_an_export_has_the_names_that_transformers_4_reads_too(
     shop: Workshop, rope: dict[str, Any], older: dict[str, Any]
@@ -111,8 +110,9 @@ def test_every_end_token_of_the_run_ends_the_texts_of_its_export(shop: Workshop,
     run = shop.train(algo, "run", policy={"model": str(model)}, data=data, run={"steps": 1})
     ends = GenerationConfig.from_pretrained(run.path / "model").eos_token_id
     assert ends == [1, tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    plain = shop.train("sft", "plain", policy={"model": str(model)}, run={"steps": 1})
-    assert GenerationConfig.from_pretrained(plain.path / "model").eos_token_id == 1
+    if algo == "sft":
+        plain = shop.train("sft", "plain", policy={"model": str(model)}, run={"steps": 1})
+        assert GenerationConfig.from_pretrained(plain.path / "model").eos_token_id == 1
 
 
 def test_a_named_chat_template_replaces_all_of_the_tokenizers_own(shop: Workshop) -> None:
