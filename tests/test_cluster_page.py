@@ -19,7 +19,7 @@ ROLES = ["policy", "critic", "reference", "reward_model"]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=["apart", "together", "reward model", "divided rows"])
-def test_the_placements_shown_fit_on_eight_gpus_and_no_fewer(example):
+def test_the_placements_shown_fit_on_eight_gpus_and_no_fewer_and_their_options_are_allowed(example):
     config = RunFile.model_validate({"algorithm": "x", **tomllib.loads(example.text)})
     places = placement(config.placement, [r for r in ROLES if r in config.placement], True)
 
@@ -29,15 +29,5 @@ def test_the_placements_shown_fit_on_eight_gpus_and_no_fewer(example):
     check_fits(places, cluster(8), "PACK")
     with pytest.raises(ConfigError, match="the placement does not fit"):
         check_fits(places, cluster(7), "PACK")
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=["apart", "together", "reward model", "divided rows"])
-def test_the_options_shown_with_them_are_allowed(example):
-    config = RunFile.model_validate({"algorithm": "x", **tomllib.loads(example.text)})
-    plugins = Plugins.discover()
     for kind in ("trainer", "generator"):
-        select(plugins, kind, getattr(config, kind))
-
-
-def test_every_placement_of_the_page_is_tested():
-    assert len(EXAMPLES) == 4
+        select(Plugins.discover(), kind, getattr(config, kind))
