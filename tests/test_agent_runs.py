@@ -47,10 +47,10 @@ def with_agent(shop, **changes):
 
 
 def test_a_run_learns_from_what_an_agent_returned(shop):
-    config = with_agent(shop, run={"steps": 2}, data={"batch_size": 2})
+    config = with_agent(shop, run={"steps": 1}, data={"batch_size": 2})
     run = shop.train("grpo", "waves", **config)
     samples = list(run.samples())
-    assert len(samples) == 2 * 2 * 3
+    assert len(samples) == 2 * 3
     for sample in samples:
         assert [t["sampled"] for t in sample["turns"]] == [False, True] * 2
         assert sample["turns"][-1]["reward"] == sample["reward"]
