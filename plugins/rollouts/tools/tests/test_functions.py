@@ -229,6 +229,24 @@ def test_nothing_outlives_a_driver_that_is_killed_in_mid_call(tmp_path) -> None:
     assert orphans.end_with(subprocess.Popen(command), pids)
 
 
+def test_the_worker_that_was_started_first_takes_the_first_call() -> None:
+    """``parallel`` is the maximum number of processes."""
+
+    async def run() -> list[int]:
+        box = toolbox("worker", "add", parallel=2)
+        await box.start()
+        try:
+            processes = [len(box._workers._all)]
+            for requests in ([("worker", "{}")], [("add", '{"a": 1}')] * 4):
+                await box.answer(calls(*requests))
+                processes.append(len(box._workers._all))
+            return processes
+        finally:
+            await box.close()
+
+    assert asyncio.run(run()) == [1, 1, 2]
+
+
 def test_a_worker_that_dies_is_a_failed_sample_and_is_replaced() -> None:
     async def run() -> str:
         box = toolbox("crash", "add")

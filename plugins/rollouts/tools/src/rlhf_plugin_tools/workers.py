@@ -123,7 +123,8 @@ class Workers:
     async def start(self) -> None:
         """Start a first worker. Raises RolloutError."""
         if self._sources:
-            self._idle.append(await self._worker())
+            worker = await self._worker()  # replaces the list of idle ones
+            self._idle.append(worker)
 
     async def call(self, name: str, arguments: str, timeout: float) -> str:
         """The result of a call in a free worker. Raises ToolError or RolloutError."""
