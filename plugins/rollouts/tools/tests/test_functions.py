@@ -16,6 +16,7 @@ from rlhf.errors import ConfigError, PluginImportFailed, RolloutError
 from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 from rlhf_plugin_tools.options import ToolsConfig
 from rlhf_plugin_tools.output import Output
+from rlhf_plugin_tools.tool import LONGEST_ERROR
 from rlhf_plugin_tools.toolbox import Toolbox
 from rlhf_plugin_tools.workers import first_request
 
@@ -143,6 +144,27 @@ WRONG = {
 def test_a_call_that_is_wrong_is_told_to_the_policy() -> None:
     for answer, (call, message) in zip(answered(*WRONG, offer=("add", "norm"), parallel=1), WRONG.items(), strict=True):
         assert message in answer, call
+
+
+def test_the_text_about_a_wrong_call_is_short_whatever_the_call_and_the_number_of_tools(tmp_path) -> None:
+    file = tmp_path / "many.py"
+    file.write_text("".join(f'def tool_{n}() -> int:\n    """A number."""\n    return {n}\n' for n in range(300)))
+    config = ToolsConfig(functions=tuple(f"file:{file}:tool_{n}" for n in range(300)))
+    box = Toolbox(config, {s: PythonFunction(s) for s in FunctionSource.of_all(config.functions)})
+
+    async def run() -> list[str]:
+        await box.start()
+        try:
+            wrong = calls(("tool_x", "{}"), ("tool_1", f'{{"{"k" * 5000}": 1}}'))
+            return [message["content"] for message in await box.answer(wrong)]
+        finally:
+            await box.close()
+
+    unknown, invalid = asyncio.run(run())
+    assert unknown.startswith("Error: there is no tool 'tool_x'. Tools: tool_0, tool_1, tool_2, ")
+    assert ", and more. Did you mean 'tool_" in unknown
+    assert invalid.startswith("Error: invalid arguments for 'tool_1': kkk")
+    assert max(len(unknown), len(invalid)) <= len("Error: ") + LONGEST_ERROR
 
 
 RESULTS = {

@@ -106,13 +106,13 @@ class Server:
                 closed = error.code == types.CONNECTION_CLOSED
                 doing = "closed its connection" if closed else f"stopped answering ({error.message[:LONGEST_ERROR]})"
                 raise await self._died(client, f"{doing} during a call of {name!r}") from None
-            raise ToolError(f"{name!r}: {error.message}"[:LONGEST_ERROR]) from None
+            raise ToolError(f"{name!r}: {error.message}") from None
         except RuntimeError as error:
             if self._client is not client or not self._alive:  # closed meanwhile, for another sample
                 raise RolloutError(f"{self.label} closed its connection during a call of {name!r}") from None
             # raised by `mcp` for a result that violates the tool's output schema
             first = str(error).partition("\n")[0]
-            raise ToolError(f"{self.label} breaks its own declaration of {name!r}: {first}"[:LONGEST_ERROR]) from None
+            raise ToolError(f"{self.label} breaks its own declaration of {name!r}: {first}") from None
         except Exception as error:
             raise await self._died(client, f"failed during a call of {name!r}: {_first(error)}") from None
 
@@ -202,7 +202,7 @@ class McpTool(Tool):
             parts.append(part.text)
         text = "\n".join(parts)
         if result.is_error:
-            raise ToolError(text[:LONGEST_ERROR] or f"{self.name!r} failed and does not say why")
+            raise ToolError(text or f"{self.name!r} failed and does not say why")
         return as_text(self.name, text if parts else result.structured_content, longest)
 
     def _validated(self, arguments: str) -> dict[str, Any]:

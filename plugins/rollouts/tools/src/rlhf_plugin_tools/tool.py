@@ -14,7 +14,11 @@ LONGEST_ERROR = 2000
 
 
 class ToolError(Exception):
-    """A call that failed in a way that the policy can learn from. Its message is the result of the call."""
+    """A call that failed in a way that the policy can learn from. Its message, truncated to :data:`LONGEST_ERROR`, is
+    the result of the call."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message[:LONGEST_ERROR])
 
 
 class Tool(ABC):
@@ -53,7 +57,7 @@ def too_slow(name: str, timeout: float) -> ToolError:
 
 def raised(name: str, error: BaseException) -> ToolError:
     """The ToolError for an exception in a function, with the text that the policy reads."""
-    return ToolError(f"{name!r} raised {type(error).__name__}: {error}"[:LONGEST_ERROR])
+    return ToolError(f"{name!r} raised {type(error).__name__}: {error}")
 
 
 def invalid_arguments(name: str, problems: Iterable[tuple[Iterable[object], str]]) -> ToolError:

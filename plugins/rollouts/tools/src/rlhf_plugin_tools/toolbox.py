@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ConfigError, did_you_mean
 
 from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 from rlhf_plugin_tools.options import ToolsConfig
-from rlhf_plugin_tools.tool import Tool, ToolError, as_text, raised, too_slow
+from rlhf_plugin_tools.tool import LONGEST_ERROR, Tool, ToolError, as_text, raised, too_slow
 from rlhf_plugin_tools.workers import PlainFunction, Workers
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Toolbox:
             tool = self.tools.get(name)
             counts["calls_unknown" if tool is None else f"calls/{name}"] += 1
             if tool is None:
-                names = ", ".join(self.tools)
+                names = shorten(", ".join(self.tools), LONGEST_ERROR // 2, placeholder=" and more")
                 raise ToolError(f"there is no tool {name!r}. Tools: {names}.{did_you_mean(name, self.tools)}")
             async with self._slots:
                 return await tool.call(function["arguments"], self._config.timeout, self._config.max_result)
