@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.imports import python_files, tree
+from tests.imports import python_files
 from tests.members import MEMBERS, ROOT
 
 _WORDS = """
@@ -41,8 +41,6 @@ FILES = {"ComponentConfig", "Saved"}
 
 OTHERS = ("benchmarks", "cli", "core", "docs", "examples", "libraries", "plugins", "runtime", "testing", "tests")
 """Folders whose tests, benchmarks and examples are held to the rule in the variables of their functions."""
-
-ROOMS = {member.folder.relative_to(ROOT).as_posix(): member for member in MEMBERS}
 
 
 def vague_names(module: ast.Module) -> Iterator[tuple[int, str]]:
@@ -83,15 +81,6 @@ def vague_names(module: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"{owners[node]}.{name}" if node in owners else name
 
 
-def hits(room: str) -> list[str]:
-    return [
-        f"{path.relative_to(ROOT)}:{line}: {name}"
-        for path in python_files(ROOMS[room].source)
-        for line, name in vague_names(tree(path))
-        if name not in KEPT
-    ]
-
-
 def test_every_form_of_a_name_is_read():
     source = """
 class Case:
@@ -126,10 +115,23 @@ def _within(): _NOTHING = 1
     }
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_names_are_nouns_or_verbs(room):
-    lines = hits(room)
+@pytest.fixture(scope="module")
+def sources() -> dict[str, tuple[list[tuple[int, str]], list[tuple[int, str]]]]:
+    """{file of a distribution: its vague names, and its classes, each with their lines}. No tree is kept: so many
+    objects make the garbage collector slow."""
+    names = {}
+    for path in (path for member in MEMBERS for path in python_files(member.source)):
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        classes = [(node.lineno, node.name) for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
+        names[str(path.relative_to(ROOT))] = [*vague_names(module)], classes
+    return names
+
+
+def test_names_are_nouns_or_verbs(sources):
+    places = [(f"{path}:{line}", name) for path, (names, _) in sources.items() for line, name in names]
+    lines = [f"{place}: {name}" for place, name in places if name not in KEPT]
     assert not lines, "\n".join(["name each by a noun of the field that says what the value is, or by a verb:", *lines])
+    assert {name for _, name in places} == KEPT.keys(), "a name of KEPT is no vague name of a class: take it out"
 
 
 def local_names(module: ast.Module) -> Iterator[tuple[int, str]]:
@@ -147,25 +149,22 @@ def local_names(module: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-@pytest.mark.parametrize("folder", OTHERS)
-def test_variables_of_tests_benchmarks_and_examples_are_nouns(folder):
-    files = [path for path in python_files(ROOT / folder) if "src" not in path.relative_to(ROOT).parts]
-    lines = [f"{path.relative_to(ROOT)}:{line}: {name}" for path in files for line, name in local_names(tree(path))]
+def test_variables_of_tests_benchmarks_and_examples_are_nouns():
+    files = [path.relative_to(ROOT) for folder in OTHERS for path in python_files(ROOT / folder)]
+    lines = [
+        f"{path}:{line}: {name}"
+        for path in files
+        if "src" not in path.parts
+        for line, name in local_names(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+    ]
     assert not lines, "\n".join(["name each by a noun of the field that says what the value is:", *lines])
 
 
-def test_names_that_are_kept_exist():
-    names = {name for member in MEMBERS for path in python_files(member.source) for _, name in vague_names(tree(path))}
-    assert names & KEPT.keys() == KEPT.keys(), "a name of KEPT is no vague name of a class: take it out"
-
-
-def test_no_two_classes_share_a_name():
+def test_no_two_classes_share_a_name(sources):
     places: dict[str, list[str]] = defaultdict(list)
-    for member in MEMBERS:
-        for path in python_files(member.source):
-            for node in ast.walk(tree(path)):
-                if isinstance(node, ast.ClassDef):
-                    places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    for path, (_, classes) in sources.items():
+        for line, name in classes:
+            places[name].append(f"{path}:{line}")
     shared = {name: lines for name, lines in places.items() if len(lines) > 1}
     lines = [f"{name}: {', '.join(shared[name])}" for name in sorted(shared.keys() - SHARED)]
     assert not lines, "\n".join(["name each by what it is, such as RankWorker and ToolWorker:", *lines])
