@@ -46,8 +46,8 @@ def imports(path: Path) -> tuple[Import, ...]:
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 yield from walk(ast.Module(child.body, []), True, top)
                 yield from walk(ast.Module(child.orelse, []), typing, top)
-            else:
-                function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            elif not isinstance(child, ast.expr):
+                function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
                 yield from walk(child, typing, top and not function)
 
     return tuple(walk(tree(path), False, True))

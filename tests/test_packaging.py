@@ -16,15 +16,7 @@ from rlhf.plugins.entry import KINDS
 from rlhf_cli.main import main
 
 import install
-from tests.members import BY_NAME, MEMBERS, PLUGINS, ROOT, ROOT_PROJECT, name_of, ours, required
-
-every_member = pytest.mark.parametrize("member", MEMBERS, ids=name_of)
-every_offer = pytest.mark.parametrize("member", PLUGINS, ids=name_of)
-every_entry = pytest.mark.parametrize(
-    ("member", "kind", "name"),
-    [(m, kind, name) for m in PLUGINS for kind, name, _ in m.entry_points],
-    ids=lambda value: getattr(value, "name", value),
-)
+from tests.members import BY_NAME, MEMBERS, PLUGINS, ROOT, ROOT_PROJECT, ours, required
 
 MAJOR, MINOR = (int(part) for part in rlhf.__version__.split(".")[:2])
 PIN = SpecifierSet(f">={MAJOR}.{MINOR},<{MAJOR}.{MINOR + 1}")
@@ -36,75 +28,72 @@ def test_there_are_members():
     assert [m.name for m in MEMBERS if m.is_plugin and m not in PLUGINS] == []
 
 
-@every_member
-def test_name_follows_the_folder(member):
-    folder = member.folder.name
-    expected = f"rlhf-plugin-{folder.replace('_', '-')}" if member.is_plugin else f"rlhf-{folder}"
-    assert member.name == expected
-    assert member.package == ("rlhf" if member.name == "rlhf-core" else member.name.replace("-", "_"))
-    assert (member.source / "__init__.py").is_file()
+def test_names_and_versions_follow_the_folder_and_the_root():
+    for member in MEMBERS:
+        folder = member.folder.name
+        expected = f"rlhf-plugin-{folder.replace('_', '-')}" if member.is_plugin else f"rlhf-{folder}"
+        assert member.name == expected
+        assert member.package == ("rlhf" if member.name == "rlhf-core" else member.name.replace("-", "_"))
+        assert (member.source / "__init__.py").is_file()
+        assert member.project["version"] == ROOT_PROJECT["version"] == rlhf.__version__, member.name
 
 
-@every_member
-def test_one_version_for_all(member):
-    assert member.project["version"] == ROOT_PROJECT["version"] == rlhf.__version__
+def test_every_requirement_on_ours_has_the_lockstep_pin():
+    for member in MEMBERS:
+        for requirement in (*member.requirements, *member.optional):
+            if requirement.name in BY_NAME:
+                assert requirement.specifier == PIN, f"{member.name}: {requirement}"
+        if member.name != "rlhf-core":
+            assert BY_NAME["rlhf-core"] in ours(member.requirements), member.name
 
 
-@every_member
-def test_every_requirement_on_ours_has_the_lockstep_pin(member):
-    for requirement in (*member.requirements, *member.optional):
-        if requirement.name in BY_NAME:
-            assert requirement.specifier == PIN, f"{member.name}: {requirement}"
-    if member.name != "rlhf-core":
-        assert BY_NAME["rlhf-core"] in ours(member.requirements)
+def test_metadata_are_complete_and_tools_are_configured_at_the_root_only():
+    for member in MEMBERS:
+        for key in ("requires-python", "license"):
+            assert member.project[key] == ROOT_PROJECT[key], member.name
+        assert member.project["description"].endswith("."), member.name
+        assert set(member.pyproject) == {"build-system", "project", "tool"}, member.name
+        assert set(member.pyproject["tool"]) == {"flit"}, member.name
+        assert member.pyproject["build-system"]["build-backend"] == "flit_core.buildapi", member.name
 
 
-@every_member
-def test_metadata_are_complete_and_tools_are_configured_at_the_root_only(member):
-    for key in ("requires-python", "license"):
-        assert member.project[key] == ROOT_PROJECT[key]
-    assert member.project["description"].endswith(".")
-    assert set(member.pyproject) == {"build-system", "project", "tool"}
-    assert set(member.pyproject["tool"]) == {"flit"}
-    assert member.pyproject["build-system"]["build-backend"] == "flit_core.buildapi"
+def test_a_readme_says_what_the_member_offers():
+    for member in MEMBERS:
+        text = (member.folder / member.project["readme"]).read_text()
+        assert text.startswith(f"# {member.name}\n")
+        assert len(text.splitlines()) > 8, f"{member.name}: what it is, how to select it, its options, its sources"
+        for _, name, _ in member.entry_points:
+            assert re.search(rf"\b{name}\b", text), f"README.md of {member.name} does not mention {name!r}"
 
 
-@every_member
-def test_readme_says_what_the_member_offers(member):
-    text = (member.folder / member.project["readme"]).read_text()
-    assert text.startswith(f"# {member.name}\n")
-    assert len(text.splitlines()) > 8, "what it is, how to select it, its options, its sources"
-    for _, name, _ in member.entry_points:
-        assert re.search(rf"\b{name}\b", text), f"README.md does not mention {name!r}"
-
-
-@every_offer
-def test_entry_points_are_of_known_kinds(member):
-    of_engines = {"rlhf-plugin-vllm": ["vllm.general_plugins"], "rlhf-plugin-sglang": ["sglang.srt.plugins"]}
-    assert member.other_groups == of_engines.get(member.name, [])
-    for kind, name, module in member.entry_points:
-        assert kind in KINDS
-        assert re.fullmatch("[a-z0-9_]+", name)
-        assert module == member.package or (kind == "command" and module.startswith(f"{member.package}."))
-
-
-@every_offer
-def test_the_installed_metadata_are_those_of_the_folder(member):
+def test_entry_points_are_of_known_kinds_and_installed():
     """With an old editable install a new entry point is not found: install the folder again."""
-    installed = importlib.metadata.distribution(member.name)
-    plugin_points = [p for p in installed.entry_points if p.group.startswith("rlhf.")]
-    points = [(p.group.removeprefix("rlhf."), p.name, p.value) for p in plugin_points]
-    other_groups = {p.group for p in installed.entry_points if p not in plugin_points} - {"console_scripts"}
-    assert sorted(other_groups) == member.other_groups
-    assert sorted(points) == sorted(member.entry_points)
-    assert installed.version == member.project["version"]
+    of_engines = {"rlhf-plugin-vllm": ["vllm.general_plugins"], "rlhf-plugin-sglang": ["sglang.srt.plugins"]}
+    for member in PLUGINS:
+        assert member.other_groups == of_engines.get(member.name, []), member.name
+        for kind, name, module in member.entry_points:
+            assert kind in KINDS, member.name
+            assert re.fullmatch("[a-z0-9_]+", name), member.name
+            assert module == member.package or (kind == "command" and module.startswith(f"{member.package}."))
+        installed = importlib.metadata.distribution(member.name)
+        plugin_points = [p for p in installed.entry_points if p.group.startswith("rlhf.")]
+        points = [(p.group.removeprefix("rlhf."), p.name, p.value) for p in plugin_points]
+        other_groups = {p.group for p in installed.entry_points if p not in plugin_points} - {"console_scripts"}
+        assert sorted(other_groups) == member.other_groups, member.name
+        assert sorted(points) == sorted(member.entry_points)
+        assert installed.version == member.project["version"], member.name
 
 
-@every_entry
-def test_entry_point_resolves_to_a_class_of_its_name(member, kind, name):
-    resolved = Plugins.discover().resolve(kind, f"{member.name}/{name}")
-    assert resolved.cls.name == name
-    assert resolved.cls.__module__.split(".")[0] == member.package
+def test_an_entry_point_is_a_class_of_its_name_and_can_be_shown(capsys):
+    plugins = Plugins.discover()
+    for member in PLUGINS:
+        for kind, name, _ in member.entry_points:
+            cls = plugins.resolve(kind, f"{member.name}/{name}").cls
+            assert (cls.name, cls.__module__.split(".")[0]) == (name, member.package)
+            assert main(["plugins", "show", f"{member.name}/{name}", "--kind", kind]) == 0
+            out = capsys.readouterr().out
+            assert out.startswith(f"{kind} {name}  ({member.name} {rlhf.__version__})")
+            assert "(no docstring)" not in out, f"{kind} {name}"
 
 
 def test_entry_points_load_without_frameworks_except_those_of_mathematics():
@@ -126,14 +115,6 @@ for kind, name in hooks:
 assert frameworks("torch", "transformers", "mlflow", "tensorflow") == []
 """
     subprocess.run([sys.executable, "-c", program, *sorted({*KINDS} - {"algorithm", "loss"})], check=True)
-
-
-@every_entry
-def test_entry_point_can_be_shown(member, kind, name, capsys):
-    assert main(["plugins", "show", f"{member.name}/{name}", "--kind", kind]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"{kind} {name}  ({member.name} {rlhf.__version__})")
-    assert "(no docstring)" not in out
 
 
 def test_no_two_members_offer_the_same_name():
@@ -207,12 +188,10 @@ def test_the_root_requires_every_member_by_default_or_in_an_extra():
     )
 
 
-@pytest.mark.parametrize(
-    "member", [m for m in PLUGINS if "algorithm" in {k for k, _, _ in m.entry_points}], ids=name_of
-)
-def test_an_algorithm_installs_the_program_that_runs_it(member):
+def test_an_algorithm_installs_the_program_that_runs_it():
     """``pip install rlhf-plugin-x`` is enough for ``rlhf train --algo x``."""
-    assert BY_NAME["rlhf-cli"] in required(member)
+    members = [m for m in PLUGINS if "algorithm" in {kind for kind, _, _ in m.entry_points}]
+    assert [m.name for m in members if BY_NAME["rlhf-cli"] not in required(m)] == []
 
 
 def test_the_default_run_file_works_with_the_program_alone():

@@ -55,9 +55,8 @@ def test_every_case_was_recorded(verdicts):
     assert [len(rows) for rows in RECORDED["cases"].values()] == [v["rows"] for v in verdicts.values()]
 
 
-@pytest.mark.parametrize("case", RECORDED["cases"])
-def test_the_rows_equal_those_of_trl_or_differ_as_documented(verdicts, case):
-    assert verdicts[case]["wrong"] == ""
+def test_the_rows_equal_those_of_trl_or_differ_as_documented(verdicts):
+    assert {case: verdict["wrong"] for case, verdict in verdicts.items() if verdict["wrong"]} == {}
 
 
 def test_every_difference_has_its_number_in_the_documentation(verdicts):

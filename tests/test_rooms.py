@@ -6,7 +6,7 @@ import ast
 import importlib.metadata
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 
 import pytest
@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from rlhf_testing.conformance import SUITES
 
 from tests.imports import Import, imports, module_name, python_files, tree
-from tests.members import BY_NAME, MEMBERS, PLUGINS, ROOT, Member, name_of
+from tests.members import BY_NAME, MEMBERS, PLUGINS, ROOT, Member
 
 CORE = BY_NAME["rlhf-core"].source
 HEAVY = {"torch", "transformers", "datasets", "numpy", "pandas", "peft", "sympy"}
@@ -37,25 +37,8 @@ TENSOR_ROOMS = {"ops", "weights"}
 """Folders of the core that import torch."""
 
 ALGORITHMS = {
-    *(
-        [
-            "ppo",
-            "grpo",
-            "rloo",
-            "reinforce",
-            "sft",
-            "dpo",
-            "kto",
-            "gspo",
-            "cispo",
-            "dapo",
-            "remax",
-            "orpo",
-            "simpo",
-            "ipo",
-            "prm",
-        ]
-    ),
+    *("ppo", "grpo", "rloo", "reinforce", "sft", "dpo", "kto", "gspo", "cispo", "dapo", "remax", "orpo", "simpo"),
+    *("ipo", "prm"),
     *(name for m in PLUGINS for kind, name, _ in m.entry_points if kind == "algorithm"),
 } - {"reward_model"}
 """All names, except ``reward_model``, which is also the name of a role."""
@@ -89,28 +72,30 @@ provided_by = cache(importlib.metadata.packages_distributions)
 """{package: the installed distributions that provide it}."""
 
 
-@pytest.mark.parametrize("member", MEMBERS, ids=name_of)
-def test_a_distribution_imports_what_it_may_and_declares(member):
+def test_a_distribution_imports_what_it_may_and_declares():
+    assert [problem for member in MEMBERS for problem in problems(member)] == []
+
+
+def problems(member: Member) -> Iterator[str]:
+    """Imports of a distribution that it may not have, or that it does not require."""
     packages = {m.package: m.name for m in MEMBERS}
     provided = provided_by()
     declared = {canonicalize_name(r.name) for r in (*member.requirements, *member.optional)}
     for needed in member.ours:
         declared |= {canonicalize_name(r.name) for r in (*needed.requirements, *needed.optional)}
-    bad = []
     for path in python_files(member.source):
         for i in imports(path):
             if i.package in packages:
                 if i.package not in allowed(member):
-                    bad.append(f"{i}: {member.package} may import {sorted(allowed(member))} only")
+                    yield f"{i}: {member.package} may import {sorted(allowed(member))} only"
                 elif i.package != member.package and packages[i.package] not in declared:
-                    bad.append(f"{i}: {member.name} does not require {packages[i.package]}")
+                    yield f"{i}: {member.name} does not require {packages[i.package]}"
                 if i.package != member.package and any(re.match("_(?!_)", n) for n in (*i.module.split("."), *i.names)):
-                    bad.append(f"{i}: private")
+                    yield f"{i}: private"
             elif i.package not in sys.stdlib_module_names and not i.typing:
                 distributions = {canonicalize_name(d) for d in provided.get(i.package, [i.package])}
                 if not distributions & declared:
-                    bad.append(f"{i}: {member.name} does not require {' or '.join(sorted(distributions))}")
-    assert bad == []
+                    yield f"{i}: {member.name} does not require {' or '.join(sorted(distributions))}"
 
 
 def modules_imported(statement: Import, modules: Collection[str]) -> set[str]:
@@ -141,16 +126,16 @@ def test_import_cycles_of_any_length_are_found():
     assert circles({"a": "bc", "b": "c", "c": ""}) == []
 
 
-@pytest.mark.parametrize("member", MEMBERS, ids=name_of)
-def test_no_files_of_a_distribution_import_each_other_in_a_circle(member):
+def test_no_files_of_a_distribution_import_each_other_in_a_circle():
     """Imports for annotations and inside functions count too. An import of a file of a package does not count as an
     import of the package's ``__init__``."""
-    modules = {module_name(path, member.source): path for path in python_files(member.source)}
-    arrows = {
-        name: {other for i in imports(path) for other in modules_imported(i, modules)} - {name}
-        for name, path in modules.items()
-    }
-    assert circles(arrows) == []
+    for member in MEMBERS:
+        modules = {module_name(path, member.source): path for path in python_files(member.source)}
+        arrows = {
+            name: {other for i in imports(path) for other in modules_imported(i, modules)} - {name}
+            for name, path in modules.items()
+        }
+        assert circles(arrows) == []
 
 
 def test_folders_of_the_runtime_import_each_other_in_one_order():
@@ -202,10 +187,7 @@ def test_the_contract_imports_nothing_heavy():
 
 @pytest.mark.parametrize(
     ("names", "members"),
-    [
-        (ALGORITHMS, ["rlhf-core", "rlhf-runtime"]),
-        (BACKENDS, ["rlhf-core"]),
-    ],
+    [(ALGORITHMS, ["rlhf-core", "rlhf-runtime"]), (BACKENDS, ["rlhf-core"])],
     ids=["algorithm", "backend"],
 )
 def test_the_core_names_no_algorithm_and_no_backend(names, members):
@@ -224,21 +206,17 @@ def test_the_core_names_no_algorithm_and_no_backend(names, members):
 # ----------------------------------------------------------------------------------------- plugins
 
 
-LIGHT_PLUGINS = [m for m in PLUGINS if {k for k, _, _ in m.entry_points} <= {"reward", "env", "rollout", "adapter"}]
-
-
-@pytest.mark.parametrize("member", LIGHT_PLUGINS, ids=name_of)
-def test_rewards_environments_and_rollouts_import_nothing_heavy_at_the_top(member):
+def test_rewards_environments_and_rollouts_import_nothing_heavy_at_the_top():
     """They run in worker processes, which are started and killed often; an import of torch takes a second each time."""
-    bad = [str(i) for p in python_files(member.source) for i in imports(p) if i.top and i.package in HEAVY - {"sympy"}]
-    assert bad == []
+    light = [m for m in PLUGINS if {k for k, _, _ in m.entry_points} <= {"reward", "env", "rollout", "adapter"}]
+    files = [path for member in light for path in python_files(member.source)]
+    assert [str(i) for path in files for i in imports(path) if i.top and i.package in HEAVY - {"sympy"}] == []
 
 
-@pytest.mark.parametrize("member", PLUGINS, ids=name_of)
-def test_importing_any_plugin_package_is_cheap_enough_to_call_its_hooks(member):
+def test_importing_any_plugin_package_is_cheap_enough_to_call_its_hooks():
     """A package's ``__init__`` has the hooks. Heavy modules are imported inside a hook."""
-    bad = [str(i) for i in imports(member.source / "__init__.py") if i.top and i.package in HEAVY]
-    assert bad == []
+    files = [member.source / "__init__.py" for member in PLUGINS]
+    assert [str(i) for path in files for i in imports(path) if i.top and i.package in HEAVY] == []
 
 
 # --------------------------------------------------------------------------------------- all files

@@ -16,7 +16,6 @@ FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").iterdir())
 HOOKS = ROOT / ".pre-commit-config.yaml"
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = {name for line in re.findall(r"^([a-z][a-z -]*):(?!=)", MAKEFILE, re.MULTILINE) for name in line.split()}
-every_workflow = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 
 
 def steps(path) -> list[dict[str, Any]]:
@@ -28,30 +27,27 @@ def test_there_are_workflows():
     assert {"quick", "test", "test-all", "lint", "docs"} <= TARGETS
 
 
-@every_workflow
-def test_a_workflow_only_reads_and_its_jobs_end(path):
-    content = yaml.safe_load(path.read_text())
-    assert set(content) - {"concurrency"} == {"name", True, "permissions", "jobs"}, "YAML reads the key `on` as true"
-    assert content["name"] == path.stem
-    assert content["permissions"] == {"contents": "read"}
-    for job in content["jobs"].values():
-        assert job["timeout-minutes"] > 0
-        assert job["runs-on"]
-        assert all(("run" in step) != ("uses" in step) for step in job["steps"])
+def test_a_workflow_only_reads_and_its_jobs_end():
+    for path in WORKFLOWS:
+        content = yaml.safe_load(path.read_text())
+        assert set(content) - {"concurrency"} == {"name", True, "permissions", "jobs"}, "the key `on` is read as true"
+        assert content["name"] == path.stem
+        assert content["permissions"] == {"contents": "read"}, path
+        for job in content["jobs"].values():
+            assert job["timeout-minutes"] > 0
+            assert job["runs-on"]
+            assert all(("run" in step) != ("uses" in step) for step in job["steps"])
 
 
-@every_workflow
-def test_a_workflow_names_targets_and_files_that_exist(path):
-    commands = "\n".join(step.get("run", "") for step in steps(path))
-    targets, files = re.findall(r"\bmake ([\w-]+)", commands), re.findall(r"[\w./-]+(?:\.py|Dockerfile)", commands)
-    assert targets or files
-    assert set(targets) <= TARGETS
-    assert [name for name in files if not (ROOT / name).is_file()] == []
-
-
-@pytest.mark.parametrize("path", [*WORKFLOWS, HOOKS], ids=lambda path: path.name)
-def test_only_known_hosts_are_named(path):
-    assert set(re.findall(r"https?://([^/\s]+)", path.read_text())) <= {"github.com"}
+def test_a_workflow_names_targets_files_and_hosts_that_exist():
+    for path in WORKFLOWS:
+        commands = "\n".join(step.get("run", "") for step in steps(path))
+        targets, files = re.findall(r"\bmake ([\w-]+)", commands), re.findall(r"[\w./-]+(?:\.py|Dockerfile)", commands)
+        assert targets or files, path
+        assert set(targets) <= TARGETS, path
+        assert [name for name in files if not (ROOT / name).is_file()] == []
+    for path in (*WORKFLOWS, HOOKS):
+        assert set(re.findall(r"https?://([^/\s]+)", path.read_text())) <= {"github.com"}, path
 
 
 def test_the_hooks_use_the_ruff_of_the_constraints():
@@ -73,14 +69,14 @@ def test_the_hook_for_the_ends_of_files_changes_no_file():
     assert {name for name in ends if not re.search(hook["exclude"], name)} == set()
 
 
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
-def test_a_form_of_an_issue_has_what_the_forge_requires(path):
-    form = yaml.safe_load(path.read_text())
-    assert form["name"]
-    assert form["description"]
-    names = [field["id"] for field in form["body"]]
-    assert len({*names}) == len(names) > 0
-    assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in form["body"])
+def test_a_form_of_an_issue_has_what_the_forge_requires():
+    for path in FORMS:
+        form = yaml.safe_load(path.read_text())
+        assert form["name"], path
+        assert form["description"], path
+        names = [field["id"] for field in form["body"]]
+        assert len({*names}) == len(names) > 0, path
+        assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in form["body"]), path
 
 
 def test_the_citation_names_the_version_and_the_licence():
