@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tomllib
 from typing import Any
 
@@ -27,9 +28,19 @@ def learnt(run: Finished) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-def test_a_replay_in_one_process_ends_with_the_same_weights(shop: Workshop, algorithm: str) -> None:
-    run = shop.train(algorithm, "run", stream={"staleness": 1})
+@pytest.fixture(scope="module")
+def grpo(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return Workshop(tmp_path_factory.mktemp("grpo"), tiny.model, tiny.data).train("grpo", "run")
+
+
+@pytest.fixture
+def recorded(grpo: Finished, shop: Workshop) -> Finished:
+    """A copy of a run of three steps, which a test may change."""
+    return Finished(shutil.copytree(grpo.path, shop.folder / "run"), 0)
+
+
+def test_a_replay_in_one_process_ends_with_the_same_weights(shop: Workshop) -> None:
+    run = shop.train("ppo", "run", stream={"staleness": 1})
     rerun = replay(shop, run)
     assert rerun.code == 0, rerun.said
     assert rerun.weights == run.weights
@@ -64,28 +75,31 @@ def test_a_generator_without_a_copy_of_the_weights_replays_a_run_that_sent_weigh
     assert rerun.weights == run.weights
 
 
-def test_a_run_of_several_processes_is_replayed_in_one(shop: Workshop) -> None:
-    run = shop.train("grpo", "run")
-    file = run.path / "config.toml"
+def test_a_run_of_several_processes_is_replayed_in_one(shop: Workshop, recorded: Finished) -> None:
+    file = recorded.path / "config.toml"
     places = {"policy": {"ranks": 2, "devices": 1}, "generator": {"ranks": 2, "devices": 1, "share": "policy"}}
     changes = {"placement": places, "sync": {"transport": "shared"}}
     file.write_text(tomli_w.dumps(merged(tomllib.loads(file.read_text()), changes)))
-    rerun = replay(shop, run, "--launcher.use", "local", output="local")
+    rerun = replay(shop, recorded, "--launcher.use", "local", output="local")
     assert rerun.code == 0, rerun.said
-    assert rerun.weights == run.weights
+    assert rerun.weights == recorded.weights
     for option in ("placement.policy.ranks = integer 2", "placement.generator.share = ", "sync.transport = "):
         assert option in rerun.err, "the note names it"
     assert "devices" not in rerun.err, "it has its default"
-    refused = replay(shop, run, "--launcher.use", "local", "--placement.policy.ranks", "2", output="x")
+    refused = replay(shop, recorded, "--launcher.use", "local", "--placement.policy.ranks", "2", output="x")
     assert "launcher 'local' has one process" in refused.said
 
 
-@pytest.mark.parametrize("options", [{}, {"cpus": 2, "namespace": "mine"}], ids=["defaults", "options"])
-@pytest.mark.parametrize("trainer", ["torch", "deepspeed"])
-def test_a_run_of_other_plugins_is_replayed_here(shop: Workshop, options: dict[str, Any], trainer: str) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "options"),
+    [("torch", {}), ("deepspeed", {"cpus": 2, "namespace": "mine"})],
+    ids=["defaults", "options"],
+)
+def test_a_run_of_other_plugins_is_replayed_here(
+    shop: Workshop, recorded: Finished, trainer: str, options: dict[str, Any]
+) -> None:
     """``config.toml`` holds every option of the launcher and the trainer, which these plugins do not have."""
-    run = shop.train("grpo", "run")
-    file = run.path / "config.toml"
+    file = recorded.path / "config.toml"
     config = tomllib.loads(file.read_text())
     plugins = Plugins.discover()
     for kind, use, section in (("launcher", "ray", options), ("trainer", trainer, config["trainer"])):
@@ -93,9 +107,9 @@ def test_a_run_of_other_plugins_is_replayed_here(shop: Workshop, options: dict[s
         values = {key: value for key, value in section.items() if key in cls.Config.model_fields}
         config[kind] = {"use": use, **dumped(cls.Config(**read(cls.Config, values)))}
     file.write_text(tomli_w.dumps(config))
-    rerun = replay(shop, run, "--launcher.use", "local", "--trainer.use", "torch")
+    rerun = replay(shop, recorded, "--launcher.use", "local", "--trainer.use", "torch")
     assert rerun.code == 0, rerun.said
-    assert rerun.weights == run.weights
+    assert rerun.weights == recorded.weights
     assert [name for name in options if f"launcher.{name} = " in rerun.err] == list(options), "the note names them"
     assert ("note: left out" in rerun.err) == bool(options)
     refused = shop.command("train", str(file), "--run.output", str(shop.folder / "x"), "--launcher.use", "local")
@@ -122,29 +136,26 @@ def test_a_replay_may_split_its_batches_otherwise(shop: Workshop) -> None:
     assert norm == pytest.approx(original, rel=1e-4)  # sums of fp32 in another order
 
 
-def test_the_first_steps_of_a_run_that_broke_off_are_replayed(shop: Workshop) -> None:
-    run = shop.train("grpo", "run")
-    (run.path / "rollouts/step-000003.arrow").unlink()
-    refused = replay(shop, run)
+def test_the_first_steps_of_a_run_that_broke_off_are_replayed(shop: Workshop, recorded: Finished) -> None:
+    (recorded.path / "rollouts/step-000003.arrow").unlink()
+    refused = replay(shop, recorded)
     assert refused.code == 2
     assert "records no samples of step 3 of 3. Set --steps 2 to replay the recorded steps." in refused.said
-    assert replay(shop, run, "--steps", "2").code == 0
+    assert replay(shop, recorded, "--steps", "2").code == 0
 
 
-def test_a_record_that_is_cut_short_is_named(shop: Workshop) -> None:
-    run = shop.train("grpo", "run")
-    file = run.path / "rollouts/step-000002.arrow"
+def test_a_record_that_is_cut_short_is_named(shop: Workshop, recorded: Finished) -> None:
+    file = recorded.path / "rollouts/step-000002.arrow"
     file.write_bytes(file.read_bytes()[:200])
-    refused = replay(shop, run)
+    refused = replay(shop, recorded)
     assert refused.code != 0
     assert "step-000002.arrow" in refused.said
 
 
-def test_a_record_with_samples_that_are_too_old_is_named(shop: Workshop) -> None:
-    run = shop.train("grpo", "run")
-    rollouts = run.path / "rollouts"
+def test_a_record_with_samples_that_are_too_old_is_named(shop: Workshop, recorded: Finished) -> None:
+    rollouts = recorded.path / "rollouts"
     (rollouts / "step-000003.arrow").write_bytes((rollouts / "step-000001.arrow").read_bytes())
-    refused = replay(shop, run)
+    refused = replay(shop, recorded)
     assert refused.code == 1
     assert "step-000003.arrow records tokens of version 0 for step 3" in refused.said
 
@@ -158,8 +169,10 @@ def test_a_record_with_samples_that_are_too_old_is_named(shop: Workshop) -> None
         (("--run.seed", "5"), "was recorded with seed 1, but run.seed = 5"),
     ],
 )
-def test_a_record_of_another_run_is_refused(shop: Workshop, flags: tuple[str, ...], message: str) -> None:
-    refused = replay(shop, shop.train("grpo", "run"), *flags)
+def test_a_record_of_another_run_is_refused(
+    shop: Workshop, grpo: Finished, flags: tuple[str, ...], message: str
+) -> None:
+    refused = replay(shop, grpo, *flags)
     assert refused.code == 2
     assert message in refused.said
 
