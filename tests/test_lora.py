@@ -34,15 +34,17 @@ def test_the_base_view_gives_the_numbers_of_a_second_reference_model(shop, monke
         assert first.keys() == second.keys()
         for name, value in first.items():
             assert abs(value - second[name]) <= 1e-4 * max(1.0, abs(value)), name
-    shop.train("grpo", "same_place", placement={"reference": {"share": "policy"}}, **changes)
+    shop.train("grpo", "same_place", placement={"reference": {"share": "policy"}}, **changes, run={"steps": 1})
     assert roles[3:] == ["policy"], "the base view is in the policy's process, and no devices are reserved"
     del roles[3:]
-    shop.train("grpo", "own_settings", reference={"micro_tokens": 64}, **changes)
+    shop.train("grpo", "own_settings", reference={"micro_tokens": 64}, **changes, run={"steps": 1})
     assert roles[3:] == ["policy", "reference"], "options of the reference are not ignored"
     assert any(value > 0 for name, value in base_view[-1].items() if "kl" in name), sorted(base_view[-1])
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.cluster)])
+@pytest.mark.parametrize(
+    "engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.cluster, pytest.mark.full])]
+)
 def test_the_rollout_of_the_page_compares_with_a_base_that_does_not_change(shop, engine):
     pytest.importorskip("vllm" if engine == "vllm" else "transformers")
     page = (ROOT / "docs/how-to/adapters.md").read_text(encoding="utf-8")

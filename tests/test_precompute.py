@@ -8,9 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.forks import Forks
-from tests.runs import Finished, Workshop
-
-PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(4) for b in range(3)]
+from tests.runs import PAIRS, Finished, Workshop
 
 
 @pytest.fixture
@@ -97,7 +95,9 @@ def test_a_damaged_file_is_computed_again(shop, options, share):
 
 
 @pytest.mark.parametrize(
-    ("bytes_", "is_saved"), [(700, False), (1300, True)], ids=["the first part", "the second part"]
+    ("bytes_", "is_saved"),
+    [pytest.param(700, False, marks=pytest.mark.full), (1300, True)],
+    ids=["the first part", "the second part"],
 )
 def test_a_full_disk_is_an_error_of_the_run(
     forks: Forks, shop: Workshop, options: dict[str, Any], bytes_: int, is_saved: bool

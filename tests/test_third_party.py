@@ -1,7 +1,7 @@
-"""A third-party distribution adds a command, a check of the doctor and a backend.
+"""A third-party distribution adds a check of the doctor and a backend.
 
 It is built as a wheel, put on the path, and used through the program ``rlhf``. The examples in the docstrings of the
-three interfaces are built in the same way.
+interfaces of commands, checks and backends are built in the same way.
 """
 
 from __future__ import annotations
@@ -34,12 +34,8 @@ build-backend = "flit_core.buildapi"
 [project]
 name = "somebodys-plugins"
 version = "1.2.3"
-description = "A command, a check and a backend."
+description = "A check and a backend."
 dependencies = ["rlhf-core>=0.1,<0.2"]
-
-[project.entry-points."rlhf.command"]
-count_rows = "somebodys_plugins"
-broken = "somebodys_plugins.broken"
 
 [project.entry-points."rlhf.check"]
 weather = "somebodys_plugins"
@@ -51,27 +47,10 @@ desk = "somebodys_plugins"
 name = "somebodys_plugins"
 """
 SOURCE = '''
-"""Count the rows of a file."""
+"""A check and a backend."""
 
 from rlhf import hookimpl
-from rlhf.errors import DataError
-from rlhf.interfaces import Backend, Check, Command, Finding
-from rlhf.paths import path_argument
-
-
-class CountRows(Command):
-    """Count the rows of a file: `rlhf count-rows FILE`."""
-
-    name = "count_rows"
-
-    def add_arguments(self, parser):
-        parser.add_argument("file", type=path_argument)
-
-    def run(self, args):
-        if not args.file.exists():
-            raise DataError(f"there is no {args.file}")
-        print(len(args.file.read_text().splitlines()))
-        return 0
+from rlhf.interfaces import Backend, Check, Finding
 
 
 def look_outside(argument, report):
@@ -98,11 +77,6 @@ class Desk(Backend):
 
 
 @hookimpl
-def rlhf_register_command():
-    return [CountRows]
-
-
-@hookimpl
 def rlhf_register_check():
     return [Weather]
 
@@ -111,7 +85,6 @@ def rlhf_register_check():
 def rlhf_register_backend():
     return [Desk]
 '''
-BROKEN = '"""Do something that cannot work."""\n\nimport no_such_library\n'
 
 
 def installed(folder: Path, pyproject: str, files: dict[str, str]) -> Path:
@@ -148,30 +121,7 @@ def in_fork(forks: Forks, site: Path, *words: str, cwd: Path) -> tuple[int, str]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return installed(tmp_path_factory.mktemp("somebody"), PYPROJECT, {"__init__.py": SOURCE, "broken.py": BROKEN})
-
-
-def test_a_third_party_command_is_listed_and_runs(site, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("{}\n{}\n")
-    assert re.search(r"^  count-rows +Count the rows of a file$", rlhf(site, "--help", cwd=tmp_path).stdout, re.M)
-    done = rlhf(site, "count-rows", "rows.jsonl", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
-    done = rlhf(site, "count_rows", "row.jsonl", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "rlhf: there is no row.jsonl\n")
-    assert "Count the rows of a file: `rlhf count-rows FILE`." in rlhf(site, "count_rows", "-h", cwd=tmp_path).stdout
-
-
-def test_a_broken_third_party_command_does_not_affect_the_others(site, tmp_path):
-    done = rlhf(site, "broken", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith(
-        "rlhf: command 'broken' (somebodys-plugins 1.2.3) failed to import 'somebodys_plugins.broken': "
-        "ModuleNotFoundError: No module named 'no_such_library'"
-    )
-    assert "  broken" in rlhf(site, "--help", cwd=tmp_path).stdout
-    listing = rlhf(site, "plugins", "list", "command", cwd=tmp_path)
-    assert (listing.returncode, listing.stderr) == (0, "")
-    assert re.search(r"^command +count_rows +somebodys-plugins +1\.2\.3 +ok$", listing.stdout, re.M)
+    return installed(tmp_path_factory.mktemp("somebody"), PYPROJECT, {"__init__.py": SOURCE})
 
 
 @pytest.mark.full
@@ -216,6 +166,7 @@ def example(interface: type) -> tuple[str, str]:
 def test_the_command_of_the_docstring_works(tmp_path):
     pyproject, source = example(Command)
     site = installed(tmp_path, pyproject, {"__init__.py": source})
+    assert re.search(r"^  hello +\S", rlhf(site, "--help", cwd=tmp_path).stdout, re.MULTILINE)
     done = rlhf(site, "hello", "--to", "Ada", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello, Ada.\n", "")
 

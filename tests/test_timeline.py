@@ -67,9 +67,14 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("mode", STREAMS)
-def test_every_turn_of_a_run_is_in_its_timeline(shop: Workshop, mode: str) -> None:
-    run = run_of(shop, **STREAMS[mode], run={"steps": 4, "timeline": 10}, data={"batch_size": 4})
+@pytest.fixture(scope="module", params=STREAMS)
+def run(request: pytest.FixtureRequest, tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Four steps with a timeline, in waves and in a continuous stream."""
+    shop = Workshop(tmp_path_factory.mktemp("timeline"), tiny.model, tiny.data)
+    return run_of(shop, **STREAMS[request.param], run={"steps": 4, "timeline": 10}, data={"batch_size": 4})
+
+
+def test_every_turn_of_a_run_is_in_its_timeline(run: Finished) -> None:
     timeline = recorded(run)
     turns = {(s.arguments["group"], s.arguments["sample"], s.arguments["turn"]): s for s in select(timeline, "turn")}
     trained = {
@@ -93,9 +98,7 @@ def test_every_turn_of_a_run_is_in_its_timeline(shop: Workshop, mode: str) -> No
     assert sorted(s.arguments["group"] for s in select(timeline, "rewards")) == list(range(16))
 
 
-@pytest.mark.parametrize("mode", STREAMS)
-def test_the_driver_s_phases_are_inside_their_steps(shop: Workshop, mode: str) -> None:
-    run = run_of(shop, **STREAMS[mode], run={"steps": 4, "timeline": 10})
+def test_the_driver_s_phases_are_inside_their_steps(run: Finished) -> None:
     driver = [s for s in recorded(run) if s.path[0] == "driver"]
     assert len({s.track for s in driver}) == 1
     for step in range(1, 5):
@@ -163,7 +166,7 @@ def test_the_timeline_of_a_killed_run_can_be_read_and_a_resume_continues_it(shop
 
 
 def test_a_run_whose_timeline_cannot_be_opened_goes_on(shop: Workshop) -> None:
-    (run_of(shop, run={"steps": 1, "timeline": None}).path / "timeline.json").mkdir()
+    (run_of(shop, run={"steps": 1, "timeline": None}).path / "timeline.json").mkdir()  # there is no such file
     run = shop.train_config(simulated(shop, "run", run={"steps": 2, "timeline": 1}), "--run.resume")
     assert "note: there is no timeline of this start:" in run.said
     assert [line["step"] for line in run.lines()] == [1, 2]
@@ -175,23 +178,16 @@ def test_only_the_steps_that_were_asked_for_are_recorded(shop: Workshop) -> None
     assert steps == ["step 1", "step 2"]
 
 
-def test_a_run_has_no_timeline_unless_asked(shop: Workshop) -> None:
-    run = run_of(shop, run={"steps": 1})
-    assert not (run.path / "timeline.json").exists()
+def test_the_share_of_idle_engines_is_reported_by_the_continuous_stream(run: Finished, request) -> None:
+    if request.node.callspec.params["run"] == "waves":
+        assert "stream/idle" not in run.lines()[0]
+    else:
+        assert all(0.0 <= line["stream/idle"] <= 1.0 for line in run.lines())
 
 
-def test_the_share_of_idle_engines_is_reported_by_the_continuous_stream(shop: Workshop) -> None:
-    run = run_of(shop, run={"steps": 3})
-    assert all(0.0 <= line["stream/idle"] <= 1.0 for line in run.lines())
-    waves = shop.run_config(simulated(shop, "waves", **STREAMS["waves"], run={"steps": 1}))
-    assert "stream/idle" not in waves.lines()[0]
-
-
-@pytest.mark.parametrize("mode", STREAMS)
-def test_a_plan_of_step_times_is_made_from_a_run(shop: Workshop, mode: str) -> None:
-    run = run_of(shop, **STREAMS[mode], run={"steps": 4, "timeline": 4})
+def test_a_plan_of_step_times_is_made_from_a_run(shop: Workshop, run: Finished) -> None:
     lines = read_metrics(run.path / "metrics.jsonl")[1:]
-    flags = ["plan", str(shop.folder / "run.toml"), "--speeds", str(run.path), "--json"]
+    flags = ["plan", str(run.path.with_suffix(".toml")), "--speeds", str(run.path), "--json"]
     times = json.loads(shop.command(*flags, "--device", "cpu", "--device-memory", "64GiB").out)["step_time"]
     first, *alternatives = times["layouts"]
     assert first["learn"] == pytest.approx(fmean(line["time/learn"] for line in lines))

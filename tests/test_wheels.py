@@ -21,7 +21,9 @@ from tests.members import BY_NAME, MEMBERS, ROOT, ROOT_PROJECT, Member, name_of,
 from tests.pages import blocks, commands, read
 
 LIGHT = ("rlhf-plugin-length", "rlhf-plugin-format", "rlhf-plugin-number-game", "rlhf-plugin-turns", "rlhf-plugin-math")
-"""They must not need torch; `make test` installs these, and `make test-all` every distribution."""
+"""They must not need torch."""
+SHORT = ("rlhf-plugin-length", "rlhf-plugin-math")
+"""`make test` installs these, one without and one with a third party, and `make test-all` every distribution."""
 HEAVY = ("torch", "transformers", "datasets")
 LOOK = """
 import importlib.metadata, importlib.util, json, sys
@@ -73,7 +75,7 @@ def test_a_wheel_contains_only_its_package(wheels: Path) -> None:
 
 @pytest.mark.parametrize(
     "member",
-    [pytest.param(m, marks=() if m.name in LIGHT else pytest.mark.full) for m in MEMBERS],
+    [pytest.param(m, marks=() if m.name in SHORT else pytest.mark.full) for m in MEMBERS],
     ids=name_of,
 )
 def test_a_distribution_works_with_what_it_requires(member: Member, wheels: Path, tmp_path: Path) -> None:
