@@ -50,15 +50,11 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
         "sft", {"launcher": {"use": "processes", "env": {"A=B": "1"}}},
         "'A=B' = '1' is not a valid environment variable",
     ),
-    "transport": (
-        "grpo", VLLM | {"sync": {"transport": "store"}}, "launcher 'local' passes weights within one process",
-    ),
-    "second copies": (
-        "sft", {"trainer": {"use": "deepspeed", "stage": 3, "hpz_partition_size": 2}},
-        "hpz_partition_size = 2 does not divide the 1 ranks of role 'policy'",
-    ),
     "parts": (
         "sft", {"trainer": {"use": "deepspeed", "tensor_parallel": 2}}, "tensor_parallel = 2 does not divide the 1 ",
+    ),
+    "transport": (
+        "grpo", VLLM | {"sync": {"transport": "store"}}, "launcher 'local' passes weights within one process",
     ),
     "heads": (
         "sft", ON_RAY | {"trainer": {"use": "deepspeed", "tensor_parallel": 5}, "placement": {"policy": {"ranks": 5}}},
@@ -97,9 +93,6 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
         "dpo", {"reference": {"trainer": {"lr": 1e-4, "lora": {"rank": 2}}}},
         "reference.trainer.lora ... reference.trainer.lr ... : reference is not trained, so nothing reads it. Remove",
     ),
-    "optimizer of a reference": (
-        "dpo", ZERO | {"reference": {"trainer": {"optimizer": "muon"}}}, "reference.trainer.optimizer",
-    ),
     "reward model": (
         "grpo",
         {"reward": [{"use": "model", "model": "MODEL"}], "roles": {"reward_model": {"trainer": {"ema_decay": 0.9}}}},
@@ -117,10 +110,6 @@ MACHINE_CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "cuda": ("sft", {"trainer": {"device": "cuda"}}, "device = 'cuda' but torch"),
     "memory share": (
         "grpo", VLLM | {"generator": {"use": "vllm", "memory_share": 0.5}}, "does not support memory_share = ",
-    ),
-    "prefill": (
-        "grpo", {"generator": {"use": "vllm", "max_batched_tokens": 8, "max_sequences": 4}},
-        "max_batched_tokens = 8 does not hold a sequence of 65 tokens",
     ),
 }  # fmt: skip
 """Options that a CPU does not support; ``rlhf plan`` accepts them, because it may plan for another machine."""
