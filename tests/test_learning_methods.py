@@ -203,6 +203,7 @@ def test_gigpo_refuses_answers_of_one_turn_and_rewards_at_turns(
     assert says in run.said
 
 
+@pytest.mark.full  # test_self_play.py resumes a run with the means of two agents
 def test_a_run_with_a_running_mean_that_is_resumed_ends_with_the_same_weights(shop: Workshop) -> None:
     method = {"algorithm": {"advantage": {"use": "rae", "by": ["answer"]}}, "run": {"steps": 4}}
     baseline = shop.train("grpo", "whole", **method)

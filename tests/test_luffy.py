@@ -40,6 +40,7 @@ def test_the_first_sample_of_each_group_is_the_data_s_answer(shop: Workshop) -> 
     assert lines[-1]["eval/reward"] < 0.9
 
 
+@pytest.mark.full  # its groups are saved as those of grpo, which test_resume.py kills
 def test_a_killed_and_resumed_run_ends_with_equal_weights(forks: Any, shop: Workshop) -> None:
     runs = Runs(forks, shop)
     baseline, broken = (config(shop, "luffy", name, staleness=2) for name in ("whole", "broken"))

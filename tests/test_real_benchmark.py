@@ -56,8 +56,9 @@ def test_our_rows_are_those_of_all_workloads(real, work, monkeypatch):
     assert all(row["sequences"] for of_case in rows.values() for row in of_case)
 
 
-@pytest.mark.parametrize("workloads", [["dpo"], pytest.param(["grpo-natural", "dpo"], marks=pytest.mark.full)])
-def test_our_arms_run_on_the_rows_and_the_report_compares_them(real, work, workloads):
+@pytest.mark.full
+def test_our_arms_run_on_the_rows_and_the_report_compares_them(real, work):
+    workloads = ["grpo-natural", "dpo"]
     pairs = [json.loads(line) for line in (work / "pairs.jsonl").read_text().splitlines()]
     assert [f"{n}?" in pair["prompt"] for n, pair in enumerate(pairs, 2)] == [True] * real.ROWS
     arms = {}

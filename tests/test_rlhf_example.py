@@ -84,7 +84,7 @@ def test_missing_data_and_limits_that_leave_no_row_are_errors(folder: Path) -> N
     assert not Path("task").exists()
 
 
-@pytest.mark.parametrize("size", ["small", "full"])
+@pytest.mark.parametrize("size", ["small", pytest.param("full", marks=pytest.mark.full)])
 @pytest.mark.parametrize("stage", run.STAGES)
 def test_every_run_file_passes_a_dry_run(folder: Path, stage: str, size: str) -> None:
     prepare_rows()

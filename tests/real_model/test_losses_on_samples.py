@@ -15,7 +15,7 @@ from tests.real_model.plain import QUESTIONS, SAMPLED, Plain, needs_model, score
 from tests.runs import Workshop, merged
 from tests.test_first_step import Sample, first_step, norm
 
-pytestmark = [pytest.mark.slow, needs_model]
+pytestmark = [pytest.mark.slow, pytest.mark.full, needs_model]
 
 
 def step_on_samples(real: Workshop, use: str, **changes: Any) -> tuple[dict[str, Any], list[Sample]]:
@@ -59,7 +59,6 @@ def token_weights(algorithm: str, samples: Sequence[Sample]) -> list[float]:
     return (values_GS / own_GS.sum()).flatten().tolist()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "algorithm",
     ["rloo", "grpo", "dapo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "rejection_sampling"],
@@ -79,7 +78,6 @@ def test_first_steps_on_samples_are_those_of_plain_transformers_in_fp64(
     assert line["policy/grad_norm"] == pytest.approx(grad_norm(fp64.model, objective), rel=1e-3)
 
 
-@pytest.mark.full
 def test_the_first_step_of_ppo_is_that_of_plain_transformers_in_fp64(real: Workshop, fp64: Plain, cut: Path) -> None:
     """The critic is the first four layers with a head of its own; advantages are not whitened, or their mean is 0."""
     from transformers import AutoModelForSequenceClassification
@@ -107,7 +105,6 @@ def test_the_first_step_of_ppo_is_that_of_plain_transformers_in_fp64(real: Works
     assert line["critic/grad_norm"] == pytest.approx(grad_norm(critic, value_loss), rel=1e-3)
 
 
-@pytest.mark.full
 def test_the_first_step_of_online_dpo_is_that_of_plain_transformers_in_fp64(
     real: Workshop, fp64: Plain, cut: Path
 ) -> None:
@@ -127,7 +124,6 @@ def test_the_first_step_of_online_dpo_is_that_of_plain_transformers_in_fp64(
     assert line["policy/grad_norm"] == pytest.approx(grad_norm(fp64.model, loss), rel=1e-3)
 
 
-@pytest.mark.full
 def test_the_first_step_of_distillation_on_samples_is_that_of_plain_transformers_in_fp64(
     real: Workshop, fp64: Plain, cut: Path
 ) -> None:
@@ -144,7 +140,6 @@ def test_the_first_step_of_distillation_on_samples_is_that_of_plain_transformers
     assert line["policy/grad_norm"] == pytest.approx(grad_norm(fp64.model, loss), rel=1e-3)
 
 
-@pytest.mark.full
 def test_the_first_step_with_an_algorithm_for_each_source_is_that_of_plain_transformers_in_fp64(
     real: Workshop, fp64: Plain
 ) -> None:
