@@ -65,8 +65,7 @@ def test_overwrite_deletes_a_run_once(shop: Workshop) -> None:
     assert "a run is either continued or deleted" in run.said
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "rloo"])
-def test_a_run_saves_nothing_in_a_folder_that_another_run_has_created_again(shop: Workshop, algorithm: str) -> None:
+def test_a_run_saves_nothing_in_a_folder_that_another_run_has_created_again(shop: Workshop) -> None:
     replacing = """
 import pathlib, shutil
 from rlhf.interfaces import Observer
@@ -83,15 +82,14 @@ class Replacing(Observer):
             (self.folder / "manifest.json").write_text("another run's")
 """
     observer = [{"use": f"file:{shop.file('replacing.py', replacing)}"}]
-    run = shop.run(algorithm, "run", observer=observer, checkpoint={"every": 1}, run={"report": False})
+    run = shop.run("rloo", "run", observer=observer, checkpoint={"every": 1}, run={"report": False})
     assert run.code == 2
     assert "was deleted while this run worked in it, and another run has created it again" in run.said
     assert {file.name for file in run.path.rglob("*")} == {".lock", "manifest.json"}
     assert (run.path / "manifest.json").read_text() == "another run's"
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "rloo"])
-def test_what_is_learnt_after_the_folder_was_deleted_is_saved(shop: Workshop, algorithm: str) -> None:
+def test_what_is_learnt_after_the_folder_was_deleted_is_saved(shop: Workshop) -> None:
     deleting = """
 import shutil
 from rlhf.interfaces import Observer
@@ -105,11 +103,11 @@ class Deleting(Observer):
             shutil.rmtree(self.folder)
 """
     observer = [{"use": f"file:{shop.file('deleting.py', deleting)}"}]
-    expected = shop.train(algorithm, "whole")
-    run = shop.run(algorithm, "run", observer=observer, checkpoint={"every": 2})
+    expected = shop.train("rloo", "whole")
+    run = shop.run("rloo", "run", observer=observer, checkpoint={"every": 2})
     assert run.code == 1
     assert "The checkpoints of steps [2, 3] are intact; continue with --resume." in run.said
-    resumed = shop.train(algorithm, "run", "--resume", observer=observer, checkpoint={"every": 2})
+    resumed = shop.train("rloo", "run", "--resume", observer=observer, checkpoint={"every": 2})
     assert "has no line for 1 of the steps 1 to 3" in resumed.said
     assert resumed.weights == expected.weights
 

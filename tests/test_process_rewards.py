@@ -227,8 +227,7 @@ class Credits:
         monkeypatch.setattr(pipeline, "credit", credit)
 
 
-@pytest.mark.parametrize("kind", ["classes", "lm"])
-@pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
+@pytest.mark.parametrize(("algorithm", "kind"), [("ppo", "lm"), ("reinforce_pp", "classes")])
 def test_each_step_is_credited_at_the_token_that_ends_it(
     shop: Workshop,
     model: Path,

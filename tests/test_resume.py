@@ -25,17 +25,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **merged(GAME, {"env": {"credit": "step"}}),
         "trainer": {"ema_decay": 0.9, "schedule": "linear"},
     },
-    "reinforce_pp_baseline": {"stream": {"filter": {"min_std": 0.2}}},
     "grpo": {
         "algorithm": {"kl": {"coef": 0.1, "where": "loss"}},
         "eval": {"every": 2, "samples": 2, "temperature": 1.0},
     },
-    "dr_grpo": GAME,
     "rloo": {"policy": {"dtype": "bf16"}, "data": {"shuffle": True, "batch_size": 5}},
     "sft": {"run": {"threads": 2}, "trainer": {"schedule": "cosine"}, "eval": {"every": 2, "patience": 9}},
 }
-"""Runs with further state: adaptive KL, critic, schedule, moving average, refills, best value, episodes, mixing. One
-run has two threads, and one computes in bf16."""
+"""Runs with further state: adaptive KL, critic, schedule, moving average, best value, episodes, mixing. One run has two
+threads, and one computes in bf16."""
 
 KILLER = """
 import os, signal
@@ -213,7 +211,7 @@ def test_resuming_a_finished_run_changes_nothing(runs: Runs) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_signal_saves_and_exits(runs: Runs, number: signal.Signals) -> None:
-    baseline, broken = (config(runs.shop, "ppo", name, 2, checkpoint={"every": 100}) for name in ("whole", "broken"))
+    baseline, broken = (config(runs.shop, "grpo", name, 2, checkpoint={"every": 100}) for name in ("whole", "broken"))
     reference, stopped = runs.start(baseline), runs.start(broken)
     output = Path(broken["run"]["output"])
     stopped.until(lambda: lines_written(output) >= 1)

@@ -143,17 +143,12 @@ def test_an_offline_run_needs_the_column_in_held_out_rows_only(shop: Workshop) -
 
 
 def test_eval_and_score_are_refused_before_models_are_loaded(shop: Workshop, no_models) -> None:
-    data, out = shop.rows("bare.jsonl", BARE), str(shop.folder / "scored.jsonl")
-    words = ("--model", str(shop.model), "--data", str(data), "--reward", "math")
-    error = refused(shop.command("eval", *words), "(1 problem)", "data.eval 'bare' (")
+    """Every source is checked, whatever the limit."""
+    first, second = sources(shop, sums=[{"prompt": "1+1=", "answer": "2", "response": "2"}], chat=BARE)
+    words = ("--model", str(shop.model), "--reward", "math", "--data", second["path"])
+    error = refused(shop.command("eval", *words), "(1 problem)", "data.eval 'chat' (")
     assert "data.train" not in error
-    refused(shop.command("score", *words, "-o", out), "data.eval 'bare' (", "--reward.math.column")
-
-
-def test_score_checks_every_source(shop: Workshop) -> None:
-    (first, second) = sources(shop, sums=[{"prompt": "1+1=", "answer": "2", "response": "2"}], chat=BARE)
-    words = ["score", "--model", str(shop.model), "--data", first["path"], "--data", second["path"], "--reward", "math"]
-    words += ["-o", str(shop.folder / "scored.jsonl")]
+    words = ("score", *words[:-2], "--data", first["path"], *words[-2:], "-o", str(shop.folder / "scored.jsonl"))
     for limit in ((), ("--eval.max_rows", "1")):
         refused(shop.command(*words, *limit), "data.eval 'chat' (", "--reward.math.sources")
 

@@ -29,14 +29,14 @@ def versions(run: Finished) -> list[set[int]]:
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "ppo": {},
+    "grpo": {},
     "rejection_sampling": {},
     "online_dpo": {"snapshot_every": 3},  # iterative: a reference for each round, which is in the checkpoint
 }
 
 
 KILLED = [
-    pytest.param(algorithm, event, marks=() if (algorithm, event) == ("ppo", "saved 2") else pytest.mark.full)
+    pytest.param(algorithm, event, marks=() if (algorithm, event) == ("grpo", "saved 2") else pytest.mark.full)
     for algorithm in ALGORITHMS
     for event in ("saved 2", "saved 4")
 ]

@@ -317,9 +317,9 @@ def test_all_observers_see_every_step(shop: Workshop, monkeypatch: pytest.Monkey
 
 def test_parameters_that_do_not_learn_are_named(shop: Workshop) -> None:
     """Most characters do not occur in the demonstrations, but every matrix changes; with a rate of 0 none changes."""
-    once = {"run": {"steps": 1}}
-    assert "after the first update" not in shop.train("sft", "run", **once).said
-    still = shop.train("sft", "still", trainer={"lr": 0.0}, **once)
+    single_step = {"run": {"steps": 1}}
+    assert "after the first update" not in shop.train("sft", "run", **single_step).said
+    still = shop.train("sft", "still", trainer={"lr": 0.0}, **single_step)
     assert "parameters unchanged after the first update: model.embed_tokens.weight" in still.said
     adapters = shop.train("sft", "lora", trainer={"lora": {"rank": 2}})
     assert "after the first update" not in adapters.said, "A waits for B"

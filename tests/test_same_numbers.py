@@ -47,9 +47,9 @@ CASES = {
         },
     ),
 }
-FULL = ("grpo", "rloo", "dpo")
-"""For ``make test-all`` only: "per source" trains with the first two, and the other DPO lays out its pairs as this."""
-PARAMS = [pytest.param(label, marks=pytest.mark.full if label in FULL else ()) for label in CASES]
+SHORT = ("ppo", "dpo, sorted over the batch", "per source", "reward model")
+"""For ``make test``: a critic, losses of pairs, two algorithms in a batch, a scalar head. The others: test-all."""
+PARAMS = [pytest.param(label, marks=() if label in SHORT else pytest.mark.full) for label in CASES]
 FIVE = {"run": {"steps": 5}}
 RAGGED = {**FIVE, "policy": {"micro_tokens": 40}, "critic": {"micro_tokens": 64}}
 """Few tokens per micro-batch, so that ranks get several of different sizes."""
