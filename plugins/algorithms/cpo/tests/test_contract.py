@@ -10,11 +10,6 @@ class TestCPO(AlgorithmContract):
     algorithm = CPO
 
 
-class TestCPOIpo(AlgorithmContract):
-    algorithm = CPO
-    parts = {"loss": lambda: CPOLoss(CPOLoss.Config(loss_type="ipo", nll_reduce="seq_mean_token_sum", alpha=0.25))}
-
-
 class TestCPOLoss(LossContract):
     loss = CPOLoss
     configs = (

@@ -16,11 +16,6 @@ class TestDistill(AlgorithmContract):
     configs = (DistillDemonstrations.Config(), DistillDemonstrations.Config(hidden="bf16"))
 
 
-class TestDistillJensenShannon(AlgorithmContract):
-    algorithm = DistillDemonstrations
-    parts = {"loss": lambda: Distill(Distill.Config(divergence="jsd", alpha=1.0, reduce="seq_mean_token_mean"))}
-
-
 class TestDistillOnPolicy(AlgorithmContract):
     algorithm = DistillOnPolicy
     configs = (DistillOnPolicy.Config(), DistillOnPolicy.Config(sampled=0.5))

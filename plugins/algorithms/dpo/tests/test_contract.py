@@ -109,7 +109,13 @@ def formula(name, config, logp, ref, scores, lengths):
     return formulas[name]()
 
 
-class TestSigmoid(DPOContract):
+class TestDPOLoss(DPOContract):
+    coef = {"bco_shift": 0.3}
+    without_effect = {
+        "loss_type = 'robust'": "without label_smoothing it is the sigmoid loss",
+        "loss_type = 'aot'": "without a reference it is the sigmoid loss",
+        "reference_free": "with 'sft' alone, which reads the reference for metrics only",
+    }
     configs = (
         Config(),
         Config(beta=0.5, label_smoothing=0.1),
@@ -118,97 +124,32 @@ class TestSigmoid(DPOContract):
         Config(f_divergence="forward_kl"),
         Config(f_divergence="js_divergence"),
         Config(f_divergence="alpha_divergence", f_alpha=0.3),
-    )
-
-
-class TestSigmoidNorm(DPOContract):
-    configs = (
         Config(loss_type="sigmoid_norm", beta=2.0),
-        Config(loss_type="sigmoid_norm", f_divergence="js_divergence"),
-    )
-
-
-class TestIPO(DPOContract):
-    configs = (
         Config(loss_type="ipo"),
         Config(loss_type="ipo", beta=0.3, ipo="sum"),
         Config(loss_type="ipo", f_divergence="alpha_divergence"),
-    )
-
-
-class TestHinge(DPOContract):
-    configs = (Config(loss_type="hinge"), Config(loss_type="hinge", beta=1.0, f_divergence="js_divergence"))
-
-
-class TestRobust(DPOContract):
-    without_effect = {"loss_type = 'robust'": "without label_smoothing it is the sigmoid loss"}
-    configs = (Config(loss_type="robust"), Config(loss_type="robust", label_smoothing=0.2))
-
-
-class TestEXO(DPOContract):
-    configs = (
-        Config(loss_type="exo_pair", label_smoothing=1e-3),
+        Config(loss_type="hinge"),
+        Config(loss_type="robust"),
+        Config(loss_type="robust", label_smoothing=0.2),
         Config(loss_type="exo_pair", label_smoothing=0.2, beta=1.0),
-    )
-
-
-class TestDiscoPOP(DPOContract):
-    configs = (Config(loss_type="discopop"), Config(loss_type="discopop", discopop_tau=1.0))
-
-
-class TestNCA(DPOContract):
-    configs = (Config(loss_type="nca_pair"), Config(loss_type="nca_pair", reference_free=True))
-
-
-class TestBCO(DPOContract):
-    coef = {"bco_shift": 0.3}
-    configs = (Config(loss_type="bco_pair"), Config(loss_type="bco_pair", bco_shift="running"))
-
-
-class TestSPPO(DPOContract):
-    configs = (Config(loss_type="sppo_hard"), Config(loss_type="sppo_hard", beta=1.0))
-
-
-class TestAPO(DPOContract):
-    configs = (Config(loss_type="apo_zero"), Config(loss_type="apo_down"), Config(loss_type="apo_down", beta=1.0))
-
-
-class TestAOT(DPOContract):
-    without_effect = {"loss_type = 'aot'": "without a reference it is the sigmoid loss"}
-    configs = (
-        Config(loss_type="aot"),
+        Config(loss_type="discopop"),
+        Config(loss_type="discopop", discopop_tau=1.0),
+        Config(loss_type="nca_pair"),
+        Config(loss_type="bco_pair"),
+        Config(loss_type="bco_pair", bco_shift="running"),
+        Config(loss_type="sppo_hard"),
+        Config(loss_type="apo_zero"),
+        Config(loss_type="apo_down", beta=1.0),
         Config(loss_type="aot", label_smoothing=0.2),
         Config(loss_type="aot", reference_free=True),
-    )
-
-
-class TestAOTUnpaired(DPOContract):
-    configs = (
-        Config(loss_type="aot_unpaired"),
         Config(loss_type="aot_unpaired", label_smoothing=0.2, beta=1.0),
-        Config(loss_type="aot_unpaired", reference_free=True),
-    )
-
-
-class TestLengthDesensitised(DPOContract):
-    configs = (
         Config(ld_alpha=0.4, nll_coef=0.1),
         Config(loss_type=("ipo", "sft"), ld_alpha=0.0),
         Config(loss_type=("aot", "aot_unpaired"), ld_alpha=0.4),
-    )
-
-
-class TestWeighted(DPOContract):
-    configs = (Config(wpo=True, nll_coef=0.1), Config(loss_type=("ipo", "bco_pair"), wpo=True, reference_free=True))
-
-
-class TestSeveral(DPOContract):
-    without_effect = {"reference_free": "with 'sft' alone, which reads the reference for metrics only"}
-    configs = (
+        Config(wpo=True, nll_coef=0.1),
+        Config(loss_type=("ipo", "bco_pair"), wpo=True, reference_free=True),
         Config(loss_type=("sigmoid", "bco_pair", "sft"), loss_weights=(0.8, 0.2, 1.0)),
-        Config(
-            loss_type=("aot", "ipo", "aot_unpaired", "robust"), label_smoothing=0.1, loss_weights=(1.0, 0.1, 2.0, -0.5)
-        ),
+        Config(loss_type=("aot", "ipo", "aot_unpaired", "robust"), label_smoothing=0.1, loss_weights=(1, 0.1, 2, -0.5)),
         Config(loss_type="sft", reference_free=True),
     )
 
@@ -246,8 +187,3 @@ class TestDPOWithWeights(AlgorithmContract):
 class TestOnlineDPO(AlgorithmContract):
     algorithm = OnlineDPO
     configs = (OnlineDPO.Config(), OnlineDPO.Config(pairs="all", min_gap=0.1, minibatches=2, snapshot_every=2))
-
-
-class TestOnlineDPOWithSortedLoss(AlgorithmContract):
-    algorithm = OnlineDPO
-    parts = part(loss_type="aot_unpaired")

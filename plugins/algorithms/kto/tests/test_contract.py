@@ -26,11 +26,6 @@ class TestKTOPair(AlgorithmContract):
     algorithm = KTOPair
 
 
-class TestKTOPairApo(AlgorithmContract):
-    algorithm = KTOPair
-    parts = {"loss": loss(loss_type="apo_zero_unpaired")}
-
-
 def held_against(x_BT, z_of) -> torch.Tensor:
     """The loss answer by answer; ``z_of[label]``."""
     c, values = x_BT.config, []

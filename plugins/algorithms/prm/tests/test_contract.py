@@ -25,11 +25,6 @@ class TestAlgorithm(AlgorithmContract):
     )
 
 
-class TestBySolutions(AlgorithmContract):
-    algorithm = ProcessRewardModel
-    parts = {"loss": lambda: StepLabels(StepLabels.Config(reduce="seq_mean_token_mean"))}
-
-
 class TestLoss(LossContract):
     loss = StepLabels
     configs = (StepLabels.Config(), StepLabels.Config(reduce="seq_mean_token_mean"))

@@ -11,11 +11,6 @@ class TestRewardModel(AlgorithmContract):
     configs = (RewardModel.Config(), RewardModel.Config(moments_decay=0.0))
 
 
-class TestCentred(AlgorithmContract):
-    algorithm = RewardModel
-    parts = {"loss": lambda: PairwiseLoss(PairwiseLoss.Config(loss_type="logexp", center_coef=0.01))}
-
-
 class TestPairwise(LossContract):
     loss = PairwiseLoss
     levels = {"margin": "unit"}

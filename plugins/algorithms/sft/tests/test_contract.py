@@ -10,31 +10,20 @@ class TestSFT(AlgorithmContract):
     algorithm = SFT
 
 
-class TestSFTByRows(AlgorithmContract):
-    algorithm = SFT
-    parts = {"loss": lambda: NLL(NLL.Config(reduce="seq_mean_token_mean"))}
-
-
 class TestNLL(LossContract):
     loss = NLL
-    configs = (NLL.Config(), NLL.Config(reduce="seq_mean_token_mean"))
+    configs = (
+        NLL.Config(),
+        NLL.Config(reduce="seq_mean_token_mean"),
+        NLL.Config(label_smoothing=0.1),
+        NLL.Config(label_smoothing=0.5, reduce="seq_mean_token_mean"),
+    )
 
     def statement(self, x_BT):
-        nll_BT = -x_BT["logprobs"] * x_BT.mask_BT
-        tokens_B = x_BT.mask_BT.sum(1)
-        if x_BT.config.reduce == "token_mean":
-            return nll_BT.sum() / tokens_B.sum()
-        live_B = tokens_B > 0
-        return (nll_BT.sum(1)[live_B] / tokens_B[live_B]).mean()
-
-
-class TestSmoothed(LossContract):
-    loss = NLL
-    configs = (NLL.Config(label_smoothing=0.1), NLL.Config(label_smoothing=0.5, reduce="seq_mean_token_mean"))
-
-    def statement(self, x_BT):
-        e, logits_BTV = x_BT.config.label_smoothing, x_BT.read_by("mean_logprob")
-        spread_BT = -torch.log_softmax(logits_BTV, -1).mean(-1)
+        e = x_BT.config.label_smoothing
+        if not e:
+            return mean(-x_BT["logprobs"], x_BT)
+        spread_BT = -torch.log_softmax(x_BT.read_by("mean_logprob"), -1).mean(-1)
         return mean(-(1 - e) * x_BT["logprobs"] + e * spread_BT, x_BT)
 
 
@@ -44,11 +33,6 @@ class TestDFT(LossContract):
 
     def statement(self, x_BT):
         return mean(-x_BT["logprobs"].exp().detach() * x_BT["logprobs"], x_BT)
-
-
-class TestSFTSmoothed(AlgorithmContract):
-    algorithm = SFT
-    parts = {"loss": lambda: NLL(NLL.Config(label_smoothing=0.1))}
 
 
 def mean(values_BT, x_BT):

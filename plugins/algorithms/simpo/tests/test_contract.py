@@ -10,11 +10,6 @@ class TestSimPO(AlgorithmContract):
     algorithm = SimPO
 
 
-class TestSimPOWithLikelihood(AlgorithmContract):
-    algorithm = SimPO
-    parts = {"loss": lambda: SimPOLoss(SimPOLoss.Config(loss_type="hinge", nll_coef=0.3))}
-
-
 class TestSimPOLoss(LossContract):
     loss = SimPOLoss
     configs = (
