@@ -13,52 +13,6 @@ from rlhf_testing.contract import Nonconformance
 from tests.support.parts import Centered
 
 
-class TestCentered(AdvantageContract):
-    advantage = Centered
-    registered = False
-
-    def statement_baseline(self, r_N, group_N, config):
-        return torch.stack([r - r_N[group_N == g].mean() for r, g in zip(r_N, group_N, strict=True)])
-
-    def statement_returns(self, R_NA, mask_NA, values_NA, boot_N, config):
-        out = torch.zeros_like(R_NA)
-        for n in range(R_NA.shape[0]):
-            for t in range(R_NA.shape[1]):
-                out[n, t] = R_NA[n, t:].sum()
-        return out, out
-
-
-class ByLength(Centered):
-    """The mean of the group, weighted by lengths (OPO)."""
-
-    name = "by_length"
-
-    def baseline(self, r_N, group_N, own_tokens_N=None):
-        made_N = torch.empty_like(r_N)
-        for group in group_N.unique():
-            mask_N = group_N == group
-            low = r_N[mask_N].min()
-            made_N[mask_N] = (
-                r_N[mask_N]
-                - low
-                - ((r_N[mask_N] - low) * own_tokens_N[mask_N]).sum() / own_tokens_N[mask_N].sum().clamp(min=1)
-            )
-        return made_N
-
-
-class TestByLength(AdvantageContract):
-    advantage = ByLength
-    registered = False
-
-    def statement_baseline(self, r_N, group_N, config, own_tokens_N):
-        values = []
-        for reward, group in zip(r_N, group_N, strict=True):
-            members = [n for n in range(len(r_N)) if group_N[n] == group]
-            total = sum(r_N[n] * own_tokens_N[n] for n in members)
-            values.append(reward - total / sum(own_tokens_N[n] for n in members))
-        return torch.stack(values)
-
-
 class Critic(Advantage):
     """Reads values for one config and none for another."""
 

@@ -14,7 +14,6 @@ from rlhf.types import Annotation, Head, Lent, LossOutput, Needs, Reduce, RoleSp
 from rlhf_testing.algorithm import AlgorithmContract
 from rlhf_testing.contract import Nonconformance
 
-from tests.support.losses import NllLoss
 from tests.support.parts import Centered
 
 
@@ -149,20 +148,6 @@ class Contextual(Algorithm):
         return [Annotation("reference", CONTEXT, "ref_context")]
 
 
-class TestContextual(AlgorithmContract):
-    """``prepare`` sums the annotated column over all tokens: positions outside its own mask were zeroed."""
-
-    algorithm = Contextual
-    registered = False
-    parts = {"loss": Contrast}
-
-    def test_masked_positions(self):
-        step = self.step(Contextual.Config())
-        assert step.batch.tok["ref_context"][step.batch.tok["context_mask"]].abs().min() > 0
-        with pytest.raises(Nonconformance, match="NaN at masked positions changes the gradient"):
-            super().test_masked_positions()
-
-
 class MaskedContrast(Contrast):
     """The same, reading the column under its mask only."""
 
@@ -173,28 +158,14 @@ class MaskedContrast(Contrast):
         return batch.with_column("unit", "surprise", surprise_U)
 
 
-class TestContextualMasked(AlgorithmContract):
-    algorithm = Contextual
-    registered = False
-    parts = {"loss": MaskedContrast}
-
-
-class Imitation(Algorithm):
-    """Rows become units; nothing is credited."""
-
-    name = "imitation"
-    data = "demonstrations"
-    slots = {"loss": Slot("loss", "nll")}
-
-    def assemble(self, examples):
-        units = [UnitData([SequenceData(s.ids, {"loss_mask": s.loss_mask}) for s in e.sequences]) for e in examples]
-        return pack(units), {}
-
-
-class TestImitation(AlgorithmContract):
-    algorithm = Imitation
-    registered = False
-    parts = {"loss": NllLoss}
+def test_masked_positions_are_those_of_the_mask_of_each_column():
+    """``Contrast`` sums the annotated column over all tokens: positions outside its own mask were zeroed."""
+    whole, masked = (suite(Contextual, parts={"loss": loss}) for loss in (Contrast, MaskedContrast))
+    batch = whole.step(Contextual.Config()).batch
+    assert batch.tok["ref_context"][batch.tok["context_mask"]].abs().min() > 0
+    with pytest.raises(Nonconformance, match="NaN at masked positions changes the gradient"):
+        whole.test_masked_positions()
+    masked.test_masked_positions()
 
 
 # ------------------------------------------------------------------------------- broken on purpose

@@ -37,11 +37,6 @@ class Hardest(Curriculum):
         self.means = [-math.inf if m is None else m for m in state["means"]]
 
 
-class TestHardest(CurriculumContract):
-    curriculum = Hardest
-    registered = False
-
-
 class Counted(Curriculum):
     """Row after row."""
 
@@ -59,11 +54,6 @@ class Counted(Curriculum):
 
     def load_state_dict(self, state):
         self.drawn = state["drawn"]
-
-
-class TestCounted(CurriculumContract):
-    curriculum = Counted
-    registered = False
 
 
 class TooFew(Counted):

@@ -26,11 +26,6 @@ class Echo(Env):
         return EnvStep(reward=float(action == "yes"), done=True)
 
 
-class TestEcho(EnvContract):
-    env = Echo
-    registered = False
-
-
 class Dice(Env):
     """Plain methods, several turns, random by its seed."""
 
@@ -47,12 +42,6 @@ class Dice(Env):
 
     def close(self):
         return None
-
-
-class TestDice(EnvContract):
-    env = Dice
-    registered = False
-    rows = [{"prompt": "Roll."}, {"prompt": "Roll again."}]
 
 
 class Bidding(Env):

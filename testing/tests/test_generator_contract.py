@@ -136,11 +136,6 @@ class Advances(AnswersRequests, PlainGenerator):
         return [(name, self.sample(name, self.waiting.pop(name)))]
 
 
-class TestAdvances(GeneratorContract):
-    generator = Advances
-    registered = False
-
-
 class AdvancesAll(Advances):
     """All requests in one call, so that a request may be complete before it is dropped."""
 
@@ -148,18 +143,19 @@ class AdvancesAll(Advances):
         return [(name, self.sample(name, request)) for name, request in requests.items()]
 
 
-def test_a_request_may_be_answered_before_it_is_dropped():
-    type("Suite", (GeneratorContract,), {"generator": AdvancesAll, "registered": False})().test_advance()
-
-
 class TestPlainGenerator(GeneratorContract):
     generator = PlainGenerator
     registered = False
 
 
-class TestPlainLinked(GeneratorContract):
-    generator = PlainLinked
-    registered = False
+@pytest.mark.parametrize("cls", [Advances, AdvancesAll])
+def test_requests_that_come_and_go_pass(cls):
+    """``AdvancesAll`` answers before a request is dropped."""
+    suite(cls).test_advance()
+
+
+def test_a_generator_that_takes_weights_over_links_passes():
+    suite(PlainLinked).test_links()
 
 
 # ------------------------------------------------------------------------------- broken on purpose

@@ -6,19 +6,11 @@ import pytest
 import torch
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ComponentConfig, Loss
-from rlhf.types import Head, LossOutput, Reduce
+from rlhf.types import LossOutput, Reduce
 from rlhf_testing.contract import Nonconformance
 from rlhf_testing.loss import LossContract
 
 from tests.support.losses import NllLoss
-
-
-class TestNLL(LossContract):
-    loss = NllLoss
-    registered = False
-
-    def statement(self, x_BT):
-        return -(x_BT["logprobs"] * x_BT.mask_BT).sum() / x_BT.mask_BT.sum()
 
 
 class Surrogate(Loss):
@@ -61,80 +53,6 @@ class TestSurrogate(LossContract):
         live = m.any(1)
         policy = (-(ratio * x_BT["advantages"] * m).sum(1)[live] / m.sum(1)[live]).mean()
         return policy - (c.entropy * (x_BT["entropy"] * m).sum() / m.sum() if c.entropy else 0.0)
-
-
-class Preference(Loss):
-    """Values per unit, from the sums of two sequences."""
-
-    name = "preference"
-
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"preference": Reduce("unit_mean")}
-
-    def __call__(self, x):
-        sums = x.sum_per_sequence(x["logprobs"])
-        margin = x.of_role(sums, 0) - x.of_role(sums, 1)
-        return LossOutput({"preference": -torch.nn.functional.logsigmoid(margin)}, {"margin": ("unit", margin)})
-
-
-class TestPreference(LossContract):
-    loss = Preference
-    registered = False
-    data = "pairs"
-
-    def statement(self, x_BT):
-        sums = (x_BT["logprobs"] * x_BT.mask_BT).sum(1)
-        per_unit = -torch.nn.functional.logsigmoid(sums[x_BT.role_B == 0] - sums[x_BT.role_B == 1])
-        live = x_BT.mask_BT.any(1)[x_BT.role_B == 0]
-        return per_unit[live].mean()
-
-
-class ScoreGap(Loss):
-    """Reads a score per sequence."""
-
-    name = "score_gap"
-
-    def outputs(self):
-        return ("scores",)
-
-    def reduce(self):
-        return {"gap": Reduce("seq_mean")}
-
-    def __call__(self, x):
-        return LossOutput({"gap": x["scores"].square()})
-
-
-class TestScoreGap(LossContract):
-    loss = ScoreGap
-    registered = False
-    data = "demonstrations"
-
-
-def _top(logits_CV, ids_C, columns, constants):
-    return torch.logsumexp(logits_CV, 1) - columns["target"]
-
-
-class Distance(Loss):
-    """Reads a head of its own, with a column."""
-
-    name = "distance"
-
-    def outputs(self):
-        return (Head("top", _top, columns=("target",)),)
-
-    def reduce(self):
-        return {"distance": Reduce("token_mean")}
-
-    def __call__(self, x):
-        return LossOutput({"distance": x["top"].square()})
-
-
-class TestDistance(LossContract):
-    loss = Distance
-    registered = False
 
 
 # ------------------------------------------------------------------------------- broken on purpose

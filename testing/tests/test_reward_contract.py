@@ -24,12 +24,6 @@ class Brevity(Reward):
         return [RewardResult(-float(len(t.answer))) for t in group.trajectories]
 
 
-class TestBrevity(RewardContract):
-    reward = Brevity
-    registered = False
-    cases = [({}, "four", -4.0), ({}, "", 0.0)]
-
-
 class Judged(Reward):
     """Plain ``def``, with a role, ``None`` for empty answers, siblings and step rewards."""
 
@@ -64,13 +58,6 @@ class Plain(Reward):
         return [RewardResult(float(group.row["answer"] in t.answer)) for t in group.trajectories]
 
 
-class TestPlain(RewardContract):
-    reward = Plain
-    registered = False
-    columns = {"prompt": "2 + 2", "answer": "4"}
-    cases = [({"answer": "7"}, "it is 7", 1.0), ({"answer": "7"}, "it is 8", 0.0)]
-
-
 class Single(Brevity):
     """Scores one sample per call."""
 
@@ -99,11 +86,6 @@ class Teaches(Reward):
 
     async def score(self, group):
         return [RewardResult(None, steps=self.steps(t)) for t in group.trajectories]
-
-
-class TestTeaches(RewardContract):
-    reward = Teaches
-    registered = False
 
 
 # ------------------------------------------------------------------------------- broken on purpose

@@ -23,11 +23,6 @@ class SingleTurn(Rollout):
         return [prompt, await ctx.generate([prompt], ctx.sampling)]
 
 
-class TestSingleTurn(RolloutContract):
-    rollout = SingleTurn
-    registered = False
-
-
 class Episode(Rollout):
     """Several turns."""
 
@@ -49,11 +44,6 @@ class Episode(Rollout):
                 return turns
             turns.append(observation)
             number += 1
-
-
-class TestEpisode(RolloutContract):
-    rollout = Episode
-    registered = False
 
 
 class Rewrites(Episode):

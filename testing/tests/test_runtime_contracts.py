@@ -50,11 +50,6 @@ class Logger(Observer):
         self.id = state["id"]
 
 
-class TestLogger(ObserverContract):
-    observer = Logger
-    registered = False
-
-
 class NewId(Logger):
     """Starts another run after a resume."""
 
@@ -146,12 +141,6 @@ class InProcess(Launcher):
 class Group(RanksHere):
     def stream(self, method, *arguments, timeout=None):
         return iter(getattr(self.workers[0], method)(*arguments))
-
-
-class TestInProcess(LauncherContract):
-    launcher = InProcess
-    registered = False
-    world_sizes = (1, 3)
 
 
 class Embedded(InProcess):
