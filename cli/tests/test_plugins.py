@@ -211,18 +211,11 @@ def test_check_runs_the_suite_of_the_kind(installed, capsys):
     assert code == 0, out
 
 
-@pytest.mark.parametrize("pattern", ["state", "cases", "secrets"])
-def test_check_runs_only_the_checks_whose_names_hold_what_was_asked_for(installed, capsys, pattern):
+def test_check_runs_only_the_checks_whose_names_hold_what_was_asked_for_and_says_which_there_are(installed, capsys):
     installed("probe", REWARD_WITH_DEFAULT)
     every = [row["check"] for row in json.loads(run(capsys, "check", "probe", "--json")[1])]
-    code, out, _ = run(capsys, "check", "probe", "--json", "-k", pattern)
-    assert code == 0
-    assert [row["check"] for row in json.loads(out)] == [name for name in every if pattern in name] != []
-
-
-def test_check_says_which_checks_there_are(installed, capsys):
-    installed("probe", REWARD_WITH_DEFAULT)
-    every = [row["check"] for row in json.loads(run(capsys, "check", "probe", "--json")[1])]
+    code, out, _ = run(capsys, "check", "probe", "--json", "-k", "cases")
+    assert (code, [row["check"] for row in json.loads(out)]) == (0, ["cases"])
     code, out, err = run(capsys, "check", "probe", "-k", "repeatabel")
     assert (code, out) == (2, "")
     assert err == (

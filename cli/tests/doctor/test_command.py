@@ -78,10 +78,21 @@ def test_this_machine_and_a_run(run_file):
     assert time.monotonic() - start < 300
 
 
-def test_a_broken_installation_is_a_table_and_exit_code_1(light):
-    code, out, err = doctor(env=light)
-    assert (code, err) == (1, "")
-    lines = out.splitlines()
+def test_a_broken_installation_is_a_table_whose_lines_come_when_a_check_ends_and_exit_code_1(light, tmp_path):
+    """The check of transformers ends only after the line of an earlier check was read."""
+    gate = tmp_path / "gate"
+    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n{STUB}"
+    (tmp_path / "site" / "transformers.py").write_text(wait)
+    command = [sys.executable, "-m", "rlhf_cli.main", "doctor", "--timeout", "20"]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **light}) as process:
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("torch "):
+                gate.touch()
+            if line.startswith("transformers "):
+                assert "left out of this test" in line, "it was not waited for until the deadline"
+    assert process.returncode == 1
     assert lines[0].split() == ["check", "status", "result,", "and", "what", "to", "do"]
     [index] = [number for number, line in enumerate(lines) if line.startswith("vllm ")]
     assert lines[index].split()[1] == "fail"
@@ -91,41 +102,20 @@ def test_a_broken_installation_is_a_table_and_exit_code_1(light):
     assert " fail, " in lines[-1]
 
 
-def test_each_check_is_written_into_a_pipe_when_it_ends(light, tmp_path):
-    """The check of transformers ends only after the line of an earlier check was read."""
-    gate = tmp_path / "gate"
-    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n{STUB}"
-    (tmp_path / "site" / "transformers.py").write_text(wait)
-    command = [sys.executable, "-m", "rlhf_cli.main", "doctor", "--timeout", "20"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **light}) as process:
-        for line in process.stdout:
-            if line.startswith("torch "):
-                gate.touch()
-            if line.startswith("transformers "):
-                assert "left out of this test" in line, "it was not waited for until the deadline"
-                break
-        process.kill()
-
-
-def test_json_names_every_check_once_and_an_address_alone_is_asked(light):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    code, out, _ = doctor("--json", "--launcher.address", f"127.0.0.1:{port}", env=light)
-    assert code == 1
-    checks = json.loads(out)["checks"]
-    # no "ray start": Ray itself cannot be imported here
-    of_plugins = ["code", "deepspeed", "ray", "ray cluster", "ray nodes", "vllm"]
-    assert [check["name"] for check in checks] == [*INSTALLATION, *of_plugins]
-    by_name = {check["name"]: check for check in checks}
-    assert by_name["ray cluster"]["text"] == f"127.0.0.1:{port}: Connection refused"
-    assert by_name["ray nodes"]["status"] == "skipped"
-
-
-def test_missing_parts_of_a_run_are_reported(light, run_file):
+def test_json_names_every_check_once_and_what_a_run_lacks(light, run_file):
     (run_file / "rows.jsonl").unlink()
     (run_file / "out").mkdir()
     (run_file / "out" / "config.toml").write_text("")
-    checks = report("run.toml", "--policy.model", "modell", cwd=run_file, env=light)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    words = ("run.toml", "--policy.model", "modell", "--launcher.address", address)
+    checks = report(*words, cwd=run_file, env=light)
+    of_run = ["run file", "run plugins", "policy.model", "data", "output", "output disk"]
+    # no "ray start": Ray itself cannot be imported here
+    of_plugins = ["code", "deepspeed", "ray", "ray cluster", "ray nodes", "vllm"]
+    assert list(checks) == [*INSTALLATION, *of_run, *of_plugins]
+    assert checks["ray cluster"]["text"] == f"{address}: Connection refused"
+    assert checks["ray nodes"]["status"] == "skipped"
     assert checks["run file"]["status"] == "ok"
     assert checks["policy.model"]["status"] == "skipped", "it may be the name of a model on a hub"
     assert checks["data"]["text"] == "cannot be read: rows.jsonl"

@@ -13,6 +13,8 @@ from rlhf_runtime.config.load import load
 from rlhf_testing.tiny import tiny_model
 
 ALGORITHMS = sorted({entry.name for entry in Plugins.discover().list("algorithm")})
+FORMS = ("distill", "dpo", "grpo", "kto", "per_source", "ppo", "prm", "sft")
+"""Algorithms that differ in the rows, roles or members that ``init`` writes."""
 ROWS = {
     "prompts": {"prompt": "1+1=", "answer": "2"},
     "demonstrations": {"prompt": "1+1=", "response": "2"},
@@ -79,8 +81,8 @@ def required_flags(algorithm, model):
     return words + (["--roles.teacher.model", model] if algorithm.startswith("distill") else [])
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_file_of_every_algorithm_can_be_trained_once_it_is_filled_in(call, folder, model, algorithm):
+@pytest.mark.parametrize("algorithm", FORMS)
+def test_the_file_of_an_algorithm_can_be_trained_once_it_is_filled_in(call, folder, model, algorithm):
     call("init", "--algo", algorithm, *required_flags(algorithm, model), "-o", "run.toml")
     text = (folder / "run.toml").read_text()
     assert "<fill in: " not in text
@@ -88,7 +90,7 @@ def test_the_file_of_every_algorithm_can_be_trained_once_it_is_filled_in(call, f
     assert tomllib.loads(text)["algorithm"]["use"] == algorithm
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dpo", "distill"])
+@pytest.mark.parametrize("algorithm", ["grpo", "distill"])
 def test_placeholders_can_be_filled_in_by_flags_too_and_are_refused_where_they_are_left(call, folder, model, algorithm):
     call("init", "--algo", algorithm, "-o", "run.toml")
     left = re.findall(r'^(\w+) = "<fill in: ', (folder / "run.toml").read_text(), re.MULTILINE)

@@ -57,14 +57,6 @@ def published_storage(offload: bool = False) -> Memory:
     return memory
 
 
-def storage_of_2023(name: str, place: Place, size: ModelSize, work: TrainerWork) -> TrainerMemory:
-    """ZeRO-2 with Adam offload: the weights are whole on every rank."""
-    trained, tokens = name in ("policy", "critic"), work.micro_tokens or 0
-    stored = replace(zero3(place.ranks, offload=trained), weight_ranks=1)
-    a = Arithmetic(tokens, work.longest, device="cuda", bf16=True, checkpointing=trained)
-    return trainer_memory(stored, a, TrainingConfig(), ModelSpec(RoleSpec(name, "lm", trained), ""), size, work)
-
-
 def our_storage(stored: str = "fp32", **options: object) -> Memory:
     """As the trainer ``deepspeed`` states it for ZeRO-3; ``options`` are those of trained roles."""
     trainer = Plugins.discover().resolve("trainer", "deepspeed").cls
@@ -172,34 +164,6 @@ def test_8b_fits_on_8_devices(published):
     assert "optimizer" not in generating.rows["policy"], "it is offloaded while samples are generated"
     assert generating.host == pytest.approx((8_030_261_248 + 7_504_928_768) * (12 + 2) / 8, rel=1e-6)
     assert set(training.rows[GENERATOR]) == {"process"}, "the engine sleeps"
-
-
-def test_8b_does_not_fit_on_4_devices(published):
-    plan = make_plan(eight_on(4, published, published_storage()))
-    assert plan.fits is False
-    assert {s.phase for s in plan.shortages} == {"train"}
-
-
-def test_8b_does_not_fit_without_sleep(published):
-    layout = eight_on(8, published, published_storage())
-    assert layout.engines is not None
-    awake = replace(layout.engines, memory=replace(layout.engines.memory, sleeps=False))
-    plan = make_plan(replace(layout, engines=awake))
-    assert "train" in {s.phase for s in plan.shortages}
-
-
-def test_7b_of_2023_fits_on_8_devices(published):
-    """The layout in OpenRLHF's README and train_ppo_llama_ray.sh of October 2023, of A100 with 80 GiB: 4 for the actor,
-    2 for the critic, 1 each for the reward model and the reference; ``--zero_stage 2 --adam_offload
-    --gradient_checkpointing``, micro-batches of 8 x 2048 tokens. There were no engines yet: the actor sampled."""
-    places = {"policy": Place(4), "critic": Place(2), "reference": Place(1), "reward": Place(1)}
-    machine = Machine("cuda", parse("80GiB", "memory"), parse("1TiB", "host"), 8, True)
-    for memory in (storage_of_2023, our_storage("bf16", stage=2, offload_optimizer="cpu")):
-        layout = Layout(roles(places, published("7B"), 8 * 2048, memory), None, machine)
-        plan = make_plan(layout)
-        assert layout.devices == 8
-        assert plan.fits, [s.message for s in plan.shortages]
-        assert plan.groups[0].moments["train"].rows["policy"]["weights"] == pytest.approx(6_738_415_616 * 2, abs=1)
 
 
 def test_7b_on_8_devices_of_40_gib_needs_the_offload(published):

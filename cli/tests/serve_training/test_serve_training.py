@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model: Path, folder: Path) -> Iterator[str]:
-    with serving(model, folder) as address:
+    with serving(model, folder, ("policy.micro_tokens", "24")) as address:
         yield address
 
 
@@ -183,26 +183,25 @@ CASES: Sequence[tuple[str, dict[str, float], int]] = [
 
 
 @pytest.mark.parametrize(("loss", "config", "targets"), CASES, ids=[f"{loss}-{k}" for loss, _, k in CASES])
-def test_two_steps_are_those_of_plain_torch(model, tmp_path, loss, config, targets) -> None:
-    """Each step follows the sum over two requests; between them another model learns and samples."""
-    with serving(model, tmp_path, ("policy.micro_tokens", "24")) as address, connected(address) as service:
-        client, other = trained(service), trained(service)
-        plain = Plain(model, state_of(tmp_path, client.save_state("begin").result().path))
-        for step in range(2):
-            for request in range(2):
-                data = [datum(10 * step + 5 * request + k, loss, targets) for k in range(3)]
-                result = client.forward_backward(data, loss, config).result()
-                expected = [plain.loss(item, loss, config) for item in data]
-                sum(expected).backward()
-                assert result.metrics["loss:sum"] == pytest.approx(float(sum(expected)), rel=1e-4, abs=1e-4)
-                for output, item in zip(result.loss_fn_outputs, data, strict=True):
-                    torch.testing.assert_close(
-                        output["logprobs"].to_torch(), plain.logprobs(item).detach(), atol=TOLERANCE, rtol=0
-                    )
+def test_two_steps_are_those_of_plain_torch(model, folder, service, loss, config, targets) -> None:
+    """Each step follows the sum over two requests; between them another model learns."""
+    client, other = trained(service), trained(service)
+    plain = Plain(model, state_of(folder, client.save_state("begin").result().path))
+    for step in range(2):
+        for request in range(2):
+            data = [datum(10 * step + 5 * request + k, loss, targets) for k in range(3)]
+            result = client.forward_backward(data, loss, config).result()
+            expected = [plain.loss(item, loss, config) for item in data]
+            sum(expected).backward()
+            assert result.metrics["loss:sum"] == pytest.approx(float(sum(expected)), rel=1e-4, abs=1e-4)
+            for output, item in zip(result.loss_fn_outputs, data, strict=True):
+                logprobs = plain.logprobs(item).detach()
+                torch.testing.assert_close(output["logprobs"].to_torch(), logprobs, atol=TOLERANCE, rtol=0)
+            if loss == "cross_entropy":
                 other.forward_backward(data, loss, config).result()
                 other.optim_step(ADAM).result()
-            metrics = client.optim_step(ADAM).result().metrics
-            assert metrics["grad_norm"] == pytest.approx(plain.step(ADAM), rel=1e-4)
+        metrics = client.optim_step(ADAM).result().metrics
+        assert metrics["grad_norm"] == pytest.approx(plain.step(ADAM), rel=1e-4)
 
 
 def greedy(client: Any, prompt: Sequence[int], **options: Any) -> Any:
@@ -240,6 +239,7 @@ def test_a_sampling_client_keeps_its_weights_and_the_base_stays(model, service) 
     assert scored[-1] == pytest.approx(logprob, abs=TOLERANCE)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_the_base_stays_with_an_engine(tmp_path) -> None:
@@ -367,7 +367,7 @@ def test_a_web_page_needs_a_token(url) -> None:
     assert "need a token" in answer.json()["error"]
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{"])
+@pytest.mark.parametrize("content", ["[1]", "{"])
 def test_a_request_that_is_no_json_object_is_refused(url, content) -> None:
     import httpx
 
@@ -415,35 +415,32 @@ def _bad(**inputs: Any) -> Any:
 
 
 N = datum(1, "cross_entropy").model_input.length
-REFUSED: Sequence[tuple[str, Callable[[Any], Any], str]] = [
-    ("loss", lambda c: c.forward_backward([datum(1, "ppo")], "gspo"), "'gspo' is not supported"),
-    ("option", lambda c: c.forward_backward([datum(1, "ppo")], "ppo", {"beta": 1.0}), "no option 'beta'"),
-    ("input", lambda c: c.forward_backward([datum(1, "ppo")], "cross_entropy"), r"lacks \['weights'\]"),
-    ("unread", lambda c: c.forward_backward([_bad(mask=torch.ones(N))], "cross_entropy"), "does not read .*mask"),
-    ("shape", lambda c: c.forward_backward([_bad(weights=torch.ones(2))], "cross_entropy"), "weights must be finite"),
+REFUSED: Sequence[tuple[Callable[[Any], Any], str]] = [
+    (lambda c: c.forward_backward([datum(1, "ppo")], "gspo"), "'gspo' is not supported"),
+    (lambda c: c.forward_backward([datum(1, "ppo")], "ppo", {"beta": 1.0}), "no option 'beta'"),
+    (lambda c: c.forward_backward([datum(1, "ppo")], "cross_entropy"), r"lacks \['weights'\]"),
+    (lambda c: c.forward_backward([_bad(mask=torch.ones(N))], "cross_entropy"), "does not read .*mask"),
+    (lambda c: c.forward_backward([_bad(weights=torch.ones(2))], "cross_entropy"), "weights must be finite"),
     (
-        "finite",
         lambda c: c.forward_backward([_bad(weights=torch.full((N,), math.nan))], "cross_entropy"),
         "weights must be finite",
     ),
     (
-        "token",
         lambda c: c.forward_backward([_bad(target_tokens=torch.full((N,), 999))], "cross_entropy"),
         "the model's are 0 to",
     ),
-    ("step", lambda c: c.optim_step(ADAM), "there is no gradient"),
-    ("label", lambda c: c.save_state("../x"), "is not a checkpoint"),
+    (lambda c: c.optim_step(ADAM), "there is no gradient"),
+    (lambda c: c.save_state("../x"), "is not a checkpoint"),
 ]
 
 
-@pytest.mark.parametrize(("call", "cause"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-def test_a_wrong_request_is_refused_and_the_client_goes_on(service, call, cause) -> None:
+def test_wrong_requests_are_refused_and_the_client_goes_on(service) -> None:
     client = trained(service)
-    with pytest.raises(tinker.TinkerError, match=cause):
-        call(client).result()
-    other = trained(service)
-    other.forward_backward([datum(1, "cross_entropy")], "cross_entropy").result()
-    assert other.optim_step(ADAM).result().metrics["lr"] == ADAM.learning_rate
+    for call, cause in REFUSED:
+        with pytest.raises(tinker.TinkerError, match=cause):
+            call(client).result()
+    client.forward_backward([datum(1, "cross_entropy")], "cross_entropy").result()
+    assert client.optim_step(ADAM).result().metrics["lr"] == ADAM.learning_rate
 
 
 def test_models_and_samples_that_are_not_here_are_refused(service) -> None:
