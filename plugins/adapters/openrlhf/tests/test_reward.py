@@ -102,18 +102,13 @@ def test_names_of_openrlhf_exist_only_while_a_file_is_imported(file) -> None:
 
 def test_labels_come_from_label_answer_or_the_configured_column(file) -> None:
     text = "def reward_func(queries, prompts, labels):\n    return {'rewards': [float(len(labels[0]))]}\n"
-    for columns, options, value in [
-        ({"label": "xx", "answer": "y"}, {}, 2.0),
-        ({"answer": "y"}, {}, 1.0),
-        ({}, {}, 0.0),
-        ({"label": "xx", "gold": "zzz"}, {"label": "gold"}, 3.0),
-    ]:
-        samples = group("a", **columns)
-        score_groups(file(text), samples, options=options)
-        assert samples.trajectories[0].reward == value
-    samples = group("a", answer="y")
-    score_groups(file(text), samples, options={"label": "gold"})
-    assert "no column 'gold'; the row has ['answer']" in samples.trajectories[0].error
+    samples = [group("a", **columns) for columns in ({"label": "xx", "answer": "y"}, {"answer": "y"}, {})]
+    score_groups(file(text), *samples)
+    assert [s.trajectories[0].reward for s in samples] == [2.0, 1.0, 0.0]
+    named, missing = group("a", label="xx", gold="zzz"), group("a", answer="y")
+    score_groups(file(text), named, missing, options={"label": "gold"})
+    assert named.trajectories[0].reward == 3.0
+    assert "no column 'gold'; the row has ['answer']" in missing.trajectories[0].error
 
 
 def test_none_means_not_applicable(file) -> None:
@@ -138,23 +133,26 @@ def test_an_older_file_returns_the_reward_alone_and_may_be_async(file) -> None:
     assert samples.trajectories[0].reward == 7.0
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("raise ValueError('service is down')", r"score\(\) raised ValueError: service is down \(.*written_0.py:2\)"),
-        ("return {'rewards': [1.0, 2.0]}", r"raised TypeError: rewards is \[1.0, 2.0\]; expected one number"),
-        ("return {'rewards': 10**1000}", r"rewards is int 1000.*; expected a number that a float can hold"),
-        ("return {'scores': [1.0]}", r"the returned dict has the keys \['scores'\]; expected 'rewards'"),
-        ("return {'rewards': [float('nan')]}", "rewards is nan"),
-        ("return {'rewards': 1.0, 'extra_logs': {'x': [1, 2]}}", r"extra_logs\['x'\] is \[1, 2\]"),
-        ("import time; time.sleep(600)", r"took longer than its deadline of 1 s; its worker process was killed"),
-    ],
-)
-def test_errors_of_a_reward_fail_the_sample_with_a_message(file, body: str, message: str) -> None:
-    samples = group("a")
-    score_groups(file(f"def reward_func(queries, prompts, labels):\n    {body}\n"), samples, deadline=1.0)
-    assert (samples.trajectories[0].status, samples.trajectories[0].reward) == ("failed", None)
-    assert re.search(message, samples.trajectories[0].error)
+ERRORS = {
+    "raise ValueError('service is down')": r"score\(\) raised ValueError: service is down \(.*written_0.py:3\)",
+    "return {'rewards': [1.0, 2.0]}": r"raised TypeError: rewards is \[1.0, 2.0\]; expected one number",
+    "return {'rewards': 10**1000}": r"rewards is int 1000.*; expected a number that a float can hold",
+    "return {'scores': [1.0]}": r"the returned dict has the keys \['scores'\]; expected 'rewards'",
+    "return {'rewards': [float('nan')]}": "rewards is nan",
+    "return {'rewards': 1.0, 'extra_logs': {'x': [1, 2]}}": r"extra_logs\['x'\] is \[1, 2\]",
+    "import time; time.sleep(600)": r"took longer than its deadline of 1 s; its worker process was killed",
+}
+
+
+def test_errors_of_a_reward_fail_the_sample_with_a_message(file) -> None:
+    cases = "".join(f"    if labels[0] == '{n}':\n        {body}\n" for n, body in enumerate(ERRORS))
+    samples = [group("a", label=str(n)) for n in range(len(ERRORS))]
+    reference = file(f"def reward_func(queries, prompts, labels):\n{cases}")
+    score_groups(reference, *samples, deadline=1.0)
+    for sample, message in zip(samples, ERRORS.values(), strict=True):
+        [trajectory] = sample.trajectories
+        assert (trajectory.status, trajectory.reward) == ("failed", None)
+        assert re.search(message, trajectory.error)
 
 
 def test_another_function_by_name_and_a_signature_that_does_not_fit(file) -> None:

@@ -93,8 +93,10 @@ def test_a_demonstration_without_an_answer_ends_the_run() -> None:
         algorithm("demonstrations").assemble(groups())
 
 
-@pytest.mark.parametrize(("number", "weight"), [(0, 0.25), (1, 0.2), (4, 0.05), (5, 0.0), (9, 0.0)])
-@pytest.mark.parametrize("layout", ["demonstrations", "observations"])
+@pytest.mark.parametrize(
+    ("layout", "number", "weight"),
+    [("demonstrations", 0, 0.25), ("demonstrations", 4, 0.05), ("demonstrations", 9, 0.0), ("observations", 1, 0.2)],
+)
 def test_a_weight_moves_over_the_steps(layout: str, number: int, weight: float) -> None:
     """A new algorithm, as after a resume, has the weight of its step."""
     per_source, data = algorithm(layout, weight_end=0.0, weight_steps=5), groups(layout=layout)

@@ -161,8 +161,8 @@ def test_threads_work_and_are_limited(run) -> None:
     assert run(idiom).out == "20000\n"
     bomb = (
         "import os, threading, time\nn = 0\ntry:\n"
-        "    while True:\n        threading.Thread(target=time.sleep, args=(9,)).start()\n        n += 1\n"
-        "except (RuntimeError, MemoryError):\n    os.write(1, str(n).encode())\n    time.sleep(9)"
+        "    while True:\n        threading.Thread(target=time.sleep, args=(2,)).start()\n        n += 1\n"
+        "except (RuntimeError, MemoryError):\n    os.write(1, str(n).encode())\n    time.sleep(2)"
     )
     result = run(bomb)
     assert result.end == "threads" or int(result.out) < 64  # the limit of the kernel does not hold for root
