@@ -160,12 +160,12 @@ class MaskedContrast(Contrast):
 
 def test_masked_positions_are_those_of_the_mask_of_each_column():
     """``Contrast`` sums the annotated column over all tokens: positions outside its own mask were zeroed."""
-    whole, masked = (suite(Contextual, parts={"loss": loss}) for loss in (Contrast, MaskedContrast))
-    batch = whole.step(Contextual.Config()).batch
+    sum_suite, mask_suite = (suite(Contextual, parts={"loss": loss}) for loss in (Contrast, MaskedContrast))
+    batch = sum_suite.step(Contextual.Config()).batch
     assert batch.tok["ref_context"][batch.tok["context_mask"]].abs().min() > 0
     with pytest.raises(Nonconformance, match="NaN at masked positions changes the gradient"):
-        whole.test_masked_positions()
-    masked.test_masked_positions()
+        sum_suite.test_masked_positions()
+    mask_suite.test_masked_positions()
 
 
 # ------------------------------------------------------------------------------- broken on purpose

@@ -189,18 +189,6 @@ def test_an_async_init_is_awaited_and_what_openrlhf_does_with_it_is_told(file, c
     assert caplog.text.count("AgentInstance.__init__ is `async def`. It is awaited here. OpenRLHF itself fails") == 1
 
 
-def test_what_is_said_of_openrlhf_is_true_of_python() -> None:
-    class Instance:
-        async def __init__(self):
-            pass
-
-    with (
-        pytest.warns(RuntimeWarning, match="never awaited"),
-        pytest.raises(TypeError, match=r"__init__\(\) should return None, not 'coroutine'"),
-    ):
-        Instance()
-
-
 OWN_EXECUTOR = """
 from openrlhf.utils.agent import AgentExecutorBase
 

@@ -105,10 +105,10 @@ def test_labels_come_from_label_answer_or_the_configured_column(file) -> None:
     samples = [group("a", **columns) for columns in ({"label": "xx", "answer": "y"}, {"answer": "y"}, {})]
     score_groups(file(text), *samples)
     assert [s.trajectories[0].reward for s in samples] == [2.0, 1.0, 0.0]
-    named, missing = group("a", label="xx", gold="zzz"), group("a", answer="y")
-    score_groups(file(text), named, missing, options={"label": "gold"})
-    assert named.trajectories[0].reward == 3.0
-    assert "no column 'gold'; the row has ['answer']" in missing.trajectories[0].error
+    gold_group, other_group = group("a", label="xx", gold="zzz"), group("a", answer="y")
+    score_groups(file(text), gold_group, other_group, options={"label": "gold"})
+    assert gold_group.trajectories[0].reward == 3.0
+    assert "no column 'gold'; the row has ['answer']" in other_group.trajectories[0].error
 
 
 def test_none_means_not_applicable(file) -> None:
