@@ -1,9 +1,8 @@
 """Sampling in process: the samples, the amount of computation, and the endings of turns."""
 
-import pytest
 import torch
 from rlhf.types import GenerationRequest, Sampling
-from sampling_cases import EOS, requests, sample
+from sampling_cases import requests, sample
 
 
 def same(a, b, tolerance=2e-6):
@@ -23,57 +22,19 @@ def full_logprobs(model, request, turn, temperature):
     return (logits.float() / temperature).log_softmax(-1).gather(1, torch.tensor(turn.ids)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_logprobs_equal_a_full_forward_pass(build, model, temperature):
-    batch = requests(temperature=temperature)
-    for request, turn in zip(batch, sample(build(max_batch=6), batch), strict=True):
-        want = full_logprobs(model, request, turn, temperature)
-        assert (torch.tensor(turn.logprobs) - want).abs().max() < 1e-5
-        assert turn.temperature == temperature
-        assert turn.versions == ((0, 3),)
-        assert turn.sampled
-
-
-def test_greedy_is_the_argmax_of_every_step(build, model):
-    batch = requests(samples=1, temperature=0.0, ignore_eos=True)
-    for request, turn in zip(batch, sample(build(), batch), strict=True):
-        ids = torch.tensor([[*request.ids, *turn.ids]])
-        with torch.no_grad():
-            logits = model(ids, use_cache=False).logits[0, len(request.ids) - 1 : -1]
-        assert logits.argmax(-1).tolist() == list(turn.ids)
-        assert turn.temperature == 1.0
-        assert (torch.tensor(turn.logprobs) - full_logprobs(model, request, turn, 1.0)).abs().max() < 1e-5
-
-
-def test_a_rerun_is_bit_equal_and_another_seed_is_not(build):
-    batch = requests()
-    generator = build(max_batch=7)
-    first, second = sample(generator, batch), sample(generator, batch)
-    assert first == second
-    assert len({tuple(t.ids) for t in first}) == len(first)
-
-
-@pytest.mark.parametrize("max_batch", [1, 3, 16])
-def test_samples_do_not_depend_on_neighbours_or_admission(build, max_batch):
+def test_samples_do_not_depend_on_neighbours_or_admission(build):
     batch = requests(ignore_eos=True)
     batch = [
         GenerationRequest(r.ids, r.seed, Sampling(max_new_tokens=2 + 7 * (i % 5), ignore_eos=True))
         for i, r in enumerate(batch)
     ]
     turns = sample(build(), batch)
-    assert same(turns, sample(build(max_batch=max_batch), batch))
+    assert same(turns, sample(build(max_batch=3), batch))
     assert same(turns, [sample(build(), [r])[0] for r in batch])
 
 
-def test_samples_do_not_depend_on_the_order_of_requests(build):
-    batch = requests()
-    turns = sample(build(max_batch=4), batch[::-1])[::-1]
-    assert same(sample(build(max_batch=4), batch), turns)
-
-
-@pytest.mark.parametrize("max_batch", [64, 3])
-def test_each_distinct_prompt_is_computed_once(build, max_batch):
-    generator = build(max_batch=max_batch)
+def test_each_distinct_prompt_is_computed_once(build):
+    generator = build(max_batch=3)
     batch = requests(prompts=4, samples=6)
     mixed = [batch[6 * p + s] for s in range(6) for p in range(4)]
     sample(generator, mixed)
@@ -129,18 +90,6 @@ def test_no_requests_give_no_samples(build):
 # ------------------------------------------------------------------------------------------ endings
 
 
-def test_end_tokens_end_a_turn_and_are_part_of_it(build, decode):
-    free = sample(build(), requests(max_new_tokens=60, ignore_eos=True))
-    turns = sample(build(), requests(max_new_tokens=60))
-    assert any(EOS in t.ids for t in free)
-    for a, b in zip(free, turns, strict=True):
-        n = a.ids.index(EOS) + 1 if EOS in a.ids else 60
-        assert b.ids == a.ids[:n]
-        assert b.finish == ("stop" if EOS in a.ids else "length")
-        assert b.text == decode(a.ids[:n])
-        assert "<eos>" not in b.text
-
-
 def test_stop_tokens_of_one_request_do_not_end_another(build):
     free = sample(build(), requests(prompts=2, ignore_eos=True))
     batch = requests(prompts=2, ignore_eos=True)
@@ -153,11 +102,10 @@ def test_stop_tokens_of_one_request_do_not_end_another(build):
     assert same(free[1:], turns[1:])
 
 
-@pytest.mark.parametrize("max_batch", [256, 3])
-def test_stop_strings_end_a_turn_and_stay_in_ids_and_text(build, max_batch):
+def test_stop_strings_end_a_turn_and_stay_in_ids_and_text(build):
     free = sample(build(), requests(ignore_eos=True))
     stops = tuple(t.text[5:8] for t in free[::2])
-    turns = sample(build(max_batch=max_batch), requests(ignore_eos=True, stop=stops))
+    turns = sample(build(max_batch=3), requests(ignore_eos=True, stop=stops))
     stopped = 0
     for a, b in zip(free, turns, strict=True):
         ends = [a.text.index(s) + len(s) for s in stops if s in a.text]
@@ -170,8 +118,3 @@ def test_stop_strings_end_a_turn_and_stay_in_ids_and_text(build, max_batch):
             assert (b.ids, b.finish) == (a.ids, "length")
         assert b.ids == a.ids[: len(b.ids)]
     assert stopped >= len(stops)
-
-
-def test_turns_of_one_token_are_sampled(build):
-    for turn in sample(build(), requests(max_new_tokens=1)):
-        assert len(turn.ids) == len(turn.logprobs) == 1

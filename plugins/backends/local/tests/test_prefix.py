@@ -126,9 +126,15 @@ def test_prefixes_with_other_images_are_not_shared(as_it_is):
 # ------------------------------------------------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 6}, {"softcap": 5.0}], ids=["plain", "window", "softcap"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", [n for n in CASES if n != "nothing"])
+FP32, BF16 = torch.float32, torch.bfloat16
+ATTENTION = [(name, FP32, {}) for name in CASES if name != "nothing"] + [
+    (name, dtype, options)
+    for name in ("nested", "long")
+    for dtype, options in ((FP32, {"sliding_window": 6}), (FP32, {"softcap": 5.0}), (BF16, {}))
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "options"), ATTENTION)
 def test_attention_equals_that_of_sequences_with_keys_of_their_own(name, dtype, options):
     rows = CASES[name]
     shared, lens = shared_of(rows), [len(r) for r in rows]
@@ -203,9 +209,15 @@ def test_logprobs_equal_one_sequence_at_a_time(name, make_trainer):
         assert (value - torch.cat([part[output] for part in singles])).abs().max() < 3e-6, output
 
 
-@pytest.mark.parametrize("head", ["lm", "scalar"])
-@pytest.mark.parametrize("mask", ["all", "answers"])
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("one token", "one-token prompts")])
+@pytest.mark.parametrize(
+    ("name", "head", "mask"),
+    [
+        *((name, "lm", "answers") for name in CASES if name not in ("one token", "one-token prompts")),
+        ("nested", "lm", "all"),
+        ("nested", "scalar", "answers"),
+        ("long", "scalar", "all"),
+    ],
+)
 def test_gradients_are_those_without_sharing(name, head, mask, make_trainer, nll, squares):
     loss = nll if head == "lm" else squares
     batch, gradients, sums = batch_of(CASES[name], loss, mask), [], []
