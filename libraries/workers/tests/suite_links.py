@@ -17,10 +17,9 @@ from worker_run import Run, expected, requests
 pytestmark = pytest.mark.slow
 
 SHARED = pytest.param("shared", marks=pytest.mark.full)
-"""Deaths beside this transport are for ``make test-all``; ``test_links.py`` aborts and ends its waits as the others."""
+"""For ``make test-all``; ``test_links.py`` shows in every run what this transport sends, and its ends."""
 ONE_WAY = pytest.mark.parametrize("linked", ["auto"], indirect=True)
-KILLED = pytest.mark.parametrize("linked", ["auto", SHARED, "broadcast"], indirect=True)
-LINKS = pytest.mark.parametrize("linked", ["shared", "broadcast"], indirect=True)
+LINKS = pytest.mark.parametrize("linked", [SHARED, "broadcast"], indirect=True)
 
 
 def when(*moments: str) -> pytest.MarkDecorator:
@@ -29,7 +28,7 @@ def when(*moments: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("when", [first, *(pytest.param(name, marks=pytest.mark.full) for name in rest)])
 
 
-@pytest.fixture(scope="module", params=["auto", "shared", "broadcast"])  # on CPUs "auto" is the store
+@pytest.fixture(scope="module", params=["auto", SHARED, "broadcast"])  # on CPUs "auto" is the store
 def linked(request, make_launcher, tmp_path_factory):
     """A run that works again after every test."""
     launcher = make_launcher(max_restarts=20)
@@ -76,15 +75,6 @@ def test_requests_go_to_all_engines_and_weights_too(linked):
     assert r.engines.name == "odd"
 
 
-@KILLED
-def test_an_engine_killed_before_a_sync(r):
-    os.kill(r.pids()[1], signal.SIGKILL)
-    r.sync(r.version + 1)
-    check_proofs(r)
-    check_answers(r)
-
-
-@KILLED
 @when("die-in-take", "die-before-take")
 def test_an_engine_killed_while_it_takes_weights(r, when):
     (r.folder / when).touch()
@@ -96,7 +86,7 @@ def test_an_engine_killed_while_it_takes_weights(r, when):
     check_answers(r)
 
 
-@pytest.mark.parametrize("linked", [SHARED, "broadcast"], indirect=True)
+@LINKS
 @when("die-after-connect", "die-before-connect")
 def test_an_engine_killed_while_the_links_connect(r, when):
     """The waits of the other ends are aborted, and the links are connected again with the replacement."""
@@ -155,6 +145,7 @@ def test_a_failed_sync_can_be_repeated(r):
 
 
 @ONE_WAY
+@pytest.mark.full
 def test_an_engine_killed_between_two_calls(r):
     pushes = r.pushes
     os.kill(r.pids()[1], signal.SIGKILL)

@@ -169,8 +169,6 @@ class OddGenerator(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
             time.sleep(self.config.seconds)
             if request.seed == -1:
                 raise ValueError("a request that no engine survives")
-            if request.seed == -2:
-                raise WorkerError("the engine's own process is gone")
             yield position, self._turn(request)
 
     def advance(

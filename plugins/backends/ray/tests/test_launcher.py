@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 from pydantic import ValidationError
-from rlhf.errors import ConfigError, PluginVersionMismatch
+from rlhf.errors import ConfigError, PluginVersionMismatch, WorkerError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec
@@ -105,7 +105,8 @@ def test_a_failed_start_releases_everything(launch):
     launcher.place({"policy": Place(), GENERATOR: Place()})
     policy = launcher.launch_trainer(OddTrainer, None, spec())
     pid = policy.members[0].facts["pid"]
-    with pytest.raises(Exception, match="no engine today"):
+    cause = r"engine 0 \(node 127.0.0.1, pid \d+\): start\(\) raised ValueError: no engine today"
+    with pytest.raises(WorkerError, match=cause):
         launcher.launch_generator(OddGenerator, OddConfig(fail_start=True), GeneratorSpec((0,), str))
     gone(pid)
     free_again()
