@@ -42,7 +42,10 @@ class TestVllmGenerator(GeneratorContract):
         return sampled
 
 
+@pytest.mark.full
 class TestSpeculative(TestVllmGenerator):
+    """In ``make test`` test_speculative.py shows samples, seeds, log-probs and versions."""
+
     architectures = ("qwen3",)
     configs = (
         VllmGenerator.Config.model_validate(

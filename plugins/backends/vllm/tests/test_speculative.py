@@ -78,7 +78,14 @@ def chance(source, turns, sampling):
     return float(torch.special.gammaincc(*half))
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 3}, {"temperature": 1.0, "top_p": 0.25}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7, "top_k": 3},
+        pytest.param({"temperature": 1.0, "top_p": 0.25}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_answers_have_the_exact_distribution_of_the_model(start, source, options, monkeypatch):
     """The same statistic sees it when proposals are accepted twice as often."""
     generator = start()
