@@ -1,4 +1,4 @@
-"""The formulas at their limits and at log-ratios of +-1e4. ``test_contract.py`` states each of them again."""
+"""The formulas against numbers worked out by hand, at their limits, and at log-ratios of +-1e4."""
 
 from __future__ import annotations
 
@@ -9,17 +9,48 @@ import pytest
 import torch
 from rlhf_plugin_dpo import objectives as o
 
-LN2 = math.log(2)
-BETA = 0.5
+LN2, LN3 = math.log(2), math.log(3)
 
 
 def at(value: float) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("alpha", [1.0, 1 + 1e-12])
-def test_the_alpha_divergence_has_its_limit_at_1(alpha):
-    assert o.divergence_score(at(LN2), "alpha_divergence", alpha).item() == pytest.approx(LN2, rel=1e-9)
+# With beta = 1/2 a margin of 2 ln 3 makes beta h = ln 3, sigmoid 3/4, and -2 ln 3 makes it 1/4.
+BETA, H = 0.5, 2 * LN3
+
+BY_HAND = {
+    "sigmoid": (o.sigmoid(at(H), BETA), math.log(4 / 3)),
+    "sigmoid of nothing learnt": (o.sigmoid(at(0.0), BETA), LN2),
+    "conservative": (o.sigmoid(at(H), BETA, 0.25), 0.75 * math.log(4 / 3) + 0.25 * math.log(4)),
+    "robust": (o.robust(at(H), BETA, 0.25), (0.75 * math.log(4 / 3) - 0.25 * math.log(4)) / 0.5),
+    "robust without noise": (o.robust(at(H), BETA, 0.0), math.log(4 / 3)),
+    "hinge": (o.hinge(at(1.0), BETA), 0.5),
+    "hinge beyond its margin": (o.hinge(at(3.0), BETA), 0.0),
+    "ipo": (o.ipo(at(3.0), BETA), (3 - 1) ** 2),
+    "ipo at its target": (o.ipo(at(5.0), 0.1), 0.0),
+    "exo_pair": (o.exo_pair(at(H), BETA, 0.1), 0.75 * math.log(0.75 / 0.9) + 0.25 * math.log(0.25 / 0.1)),
+    "exo_pair at its target": (o.exo_pair(at(2 * math.log(9)), BETA, 0.1), 0.0),
+    "discopop": (o.discopop(at(H), BETA, 1.0), 0.25 * math.log(4 / 3) + 0.75 / 3),
+    "discopop, tau = 1/2": (o.discopop(at(H), BETA, 0.5), 0.1 * math.log(4 / 3) + 0.9 / 3),
+    "nca_pair": (o.nca_pair(at(H), at(-H), BETA), math.log(4 / 3) + (math.log(4) + math.log(4 / 3)) / 2),
+    "bco_pair": (o.bco_pair(at(H), at(-H), BETA), 2 * math.log(4 / 3)),
+    "bco_pair, shifted": (o.bco_pair(at(H), at(-H), BETA, LN3), LN2 + math.log(10 / 9)),
+    "sppo_hard": (o.sppo_hard(at(3.0), at(-2.0), BETA), (3 - 1) ** 2 + (-2 + 1) ** 2),
+    "apo_zero": (o.apo_zero(at(H), at(-H), BETA), 0.25 + 0.25),
+    "apo_down": (o.apo_down(at(-H), at(-2 * H), BETA), 0.25 + 0.25),
+    "reverse_kl": (o.divergence_score(at(LN2), "reverse_kl"), LN2),
+    "forward_kl": (o.divergence_score(at(LN2), "forward_kl"), 1 - 0.5),
+    "js_divergence": (o.divergence_score(at(LN2), "js_divergence"), math.log(4 / 3)),
+    "alpha_divergence": (o.divergence_score(at(math.log(4)), "alpha_divergence", 0.5), (0.5 - 1) / -0.5),
+    "alpha_divergence, alpha = 1": (o.divergence_score(at(LN2), "alpha_divergence", 1.0), LN2),
+    "alpha_divergence near 1": (o.divergence_score(at(LN2), "alpha_divergence", 1 + 1e-12), LN2),
+}
+
+
+@pytest.mark.parametrize(("value", "expected"), BY_HAND.values(), ids=BY_HAND.keys())
+def test_by_hand(value, expected):
+    assert value.tolist() == pytest.approx([expected], rel=1e-9, abs=1e-12)
 
 
 FORMULAS = {

@@ -65,6 +65,15 @@ def test_policy_critic_and_reference_live_in_one_process(folder):
         assert apart(dict(role.weights()), dict(single.weights())) < 1e-5
 
 
+def test_a_changed_learning_rate_holds_from_the_next_step(folder):
+    policy, single = trainer(spec(folder)), TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), spec(folder))
+    for instance in (policy, single):
+        instance.update([batch(0)], TokenLoss(), {}, {})
+        instance.change(instance.config.model_copy(update={"lr": 3e-3}))
+        assert instance.update([batch(1)], TokenLoss(), {}, {})[1].lr == 3e-3
+    assert apart(dict(policy.weights()), dict(single.weights())) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
