@@ -61,6 +61,8 @@ def test_the_average_is_the_mean_of_all_kept_checkpoints(
     code, out, err = say("export", run.path, "--average", "-o", shop.folder / "mean")
     assert code == 0, err
     assert "the mean of steps 1, 2, 3" in out
+    card = (shop.folder / "mean" / "README.md").read_text()
+    assert "the model with the mean of its weights after steps 1, 2 and 3. Written" in card
     folders = [run.path / name for name in ("exports/step-000001", "exports/step-000002", "model")]
     parts = [load_file(folder / "model.safetensors") for folder in folders]
     for name, tensor in load_file(shop.folder / "mean" / "model.safetensors").items():

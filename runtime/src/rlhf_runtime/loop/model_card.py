@@ -61,7 +61,7 @@ def _card(
     yield f"tags:\n- rlhf\n- {algorithm}\n---\n"
     trained = f"`{public(model)}` trained with `{algorithm}`"
     yield f"# {Path(str(public(model))).name}, {algorithm}\n"
-    after = f"after step {steps[-1]}" if len(steps) == 1 else f"the mean of its weights after steps {_list(steps)}"
+    after = f"after step {steps[-1]}" if len(steps) == 1 else f"with the mean of its weights after steps {_list(steps)}"
     subject = "the model" if role == "policy" else f"the role `{role}`"
     yield f"{trained}: {subject} {after}. Written by rlhf {__version__}.\n"
     hashes = start.get("content", {})
