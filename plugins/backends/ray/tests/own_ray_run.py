@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -27,6 +28,11 @@ def main(mode: str) -> None:
         print(json.dumps({"address": policy.members[0].facts["address"]}), flush=True)
         if mode == "shows":
             policy.call("prints", [("hello from a worker",)])
+        if mode == "stops":  # as `timeout` and a closed terminal ask a run to stop, which then finishes its step
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, lambda *_: None)
+                os.killpg(0, number)
+            policy.call("sleeps", [(5.0,)])
         if mode == "raises":
             raise ValueError("a reward failed")
         if mode in ("shows", "waits"):

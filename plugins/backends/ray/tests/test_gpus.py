@@ -12,7 +12,7 @@ from ray_paths import PATHS
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.types import RoleSpec
-from rlhf_plugin_ray.cluster.connection import LoopbackOnly
+from rlhf_plugin_ray.cluster.connection import OwnProcesses
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
 from worker_standins import OddConfig, OddGenerator, OddTrainer
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 @pytest.fixture(scope="module", autouse=True)
 def four_gpus(no_cluster: None) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
-    with pytest.MonkeyPatch.context() as patch, LoopbackOnly():
+    with pytest.MonkeyPatch.context() as patch, OwnProcesses():
         patch.setenv("PYTHONPATH", PATHS, prepend=os.pathsep)
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")  # conftest.py hides all
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}

@@ -6,11 +6,12 @@ import os
 import signal
 import threading
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import ray
 from pydantic import ValidationError
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private import worker as ray_worker
 from rlhf.errors import ConfigError, WorkerError
 from rlhf_workers.placement import ClusterNode
@@ -64,7 +65,7 @@ class Cluster:
         main = threading.current_thread() is threading.main_thread()
         self._sigterm = signal.getsignal(signal.SIGTERM) if main else None
         try:
-            with LoopbackOnly() if address == "local" else nullcontext():
+            with OwnProcesses() if address == "local" else nullcontext():
                 ray.init(**options)
             # Ray prints reports about dead workers to standard output; the errors of this plugin contain them
             ray_worker._worker_logs_enabled = config.show_output
@@ -136,18 +137,24 @@ def _keep_exit_codes() -> None:
     signal.signal(signal.SIGCHLD, handler if callable(handler) else signal.SIG_DFL)
 
 
-class LoopbackOnly:
-    """Context in which a starting Ray uses the address 127.0.0.1, so that no other machine can reach it.
+class OwnProcesses:
+    """Context in which a starting Ray uses the address 127.0.0.1, so that no other machine can reach it, and runs in
+    sessions of its own.
 
-    Without Ray's switch for laptops, Ray uses the machine's network address, regardless of its options.
+    Without Ray's switch for laptops, Ray uses the machine's network address, regardless of its options. In the process
+    group of the run, Ray would end by a signal to the group (of `timeout`, of a terminal that is closed). The run gets
+    the signal too, and needs Ray to finish its step and to save.
     """
 
     def __enter__(self) -> None:
         self._old_settings = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR)
+        self._popen = services.ConsolePopen
+        vars(services)["ConsolePopen"] = partial(self._popen, start_new_session=True)
         ray_constants.ENABLE_RAY_CLUSTER = False
         os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
 
     def __exit__(self, *_: object) -> None:
+        vars(services)["ConsolePopen"] = self._popen
         ray_constants.ENABLE_RAY_CLUSTER, variable = self._old_settings
         if variable is None:
             del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
