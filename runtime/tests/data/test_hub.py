@@ -267,8 +267,8 @@ def test_a_card_may_define_the_form_of_csv(answers):
 
 
 def test_other_forms_of_csv_are_refused(answers):
-    *others, few, duplicate = (answer["error"] for answer in answers["odd csv"])
-    assert ["must be read with" in error for error in others] == [True] * (len(ODD_FORMS) - 2), others
+    *errors, few, duplicate = (answer["error"] for answer in answers["odd csv"])
+    assert ["must be read with" in error for error in errors] == [True] * (len(ODD_FORMS) - 2), errors
     assert "a.csv, line 1: 2 cells, but the dataset's card names 1: a" in few
     assert "the dataset's card names 'a' twice" in duplicate
 
