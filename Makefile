@@ -11,7 +11,7 @@ BUILDER := $(VENV)/.builder
 help:
 	@echo "make quickstart       train a real chat model of 135 M parameters on this machine (downloads 93 MB)"
 	@echo "make quickstart-tiny  the same idea with a tiny model, which needs no download"
-	@echo "make quick            the tests of three minutes, which need no Ray, vLLM and DeepSpeed"
+	@echo "make quick            the tests of two minutes, which need no Ray, vLLM and DeepSpeed"
 	@echo "make test             the tests, real Ray, vLLM and DeepSpeed among them"
 	@echo "make test-all         every test, those that take long too"
 	@echo "make lint             ruff and mypy"
@@ -58,7 +58,7 @@ quickstart-tiny: $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
 # Without bytecode each process of the tests compiles our packages, and pytest its assertions, again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# What the light installation can run in three minutes. A test that takes over a second of processor time fails: it is slow.
+# What the light installation can run in two minutes. A test that takes over a second of processor time fails: it is slow.
 QUICK := core libraries runtime plugins/algorithms plugins/rewards plugins/curricula plugins/rollouts/turns plugins/rollouts/replay plugins/envs/number_game
 
 quick: $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
