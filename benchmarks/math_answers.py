@@ -73,8 +73,11 @@ def judge_math_verify(truth: str, text: str) -> bool:
 def main(folder: Path) -> None:
     logging.disable()
     judges: dict[str, Callable[[str, str], bool]] = {"reward math": ours, "math-verify": judge_math_verify}
+    lists = {"Math-Verify's tests": [*their_pairs(folder)], "tests of `math`": [*our_pairs()]}
+    if not lists["Math-Verify's tests"]:
+        sys.exit(f"{folder} has no pairs; name the folder `tests` of huggingface/Math-Verify")
     print("| pairs | judge | equal ones accepted | others refused | ms a pair |\n|---|---|---|---|---|")
-    for name, pairs in {"Math-Verify's tests": [*their_pairs(folder)], "tests of `math`": [*our_pairs()]}.items():
+    for name, pairs in lists.items():
         for judge, judged in judges.items():
             begin = time.perf_counter()
             verdicts = [(judged(truth, text), equal) for truth, text, equal in pairs]
